@@ -76,14 +76,20 @@ def local_slot(
     returned for positions of other ranks, negative positions, positions past the table, and the null page.
 
     Args:
-        position: an int, or an integer tensor of any shape.
-        block_table_row: page ids ``[columns]`` of the request.
+        position: an int, or an integer tensor ``[..., S]``.
+        block_table_row: page ids ``[columns]`` of one request, or ``[..., columns]`` with the leading dims of ``position``.
     """
     tensor = torch.as_tensor(position)
     table = torch.as_tensor(block_table_row, device=tensor.device)
+    columns = table.shape[-1]
     column = tensor // (block_size * dcp_size)
-    inside = (tensor >= 0) & (column < table.shape[-1])
-    page = table[column.clamp(0, table.shape[-1] - 1).long()] if table.shape[-1] else torch.zeros_like(tensor)
+    inside = (tensor >= 0) & (column < columns)
+    if columns == 0:
+        page = torch.zeros_like(tensor)
+    elif table.dim() == 1:
+        page = table[column.clamp(0, columns - 1).long()]
+    else:
+        page = table.gather(-1, column.clamp(0, columns - 1).long())
     offset = local_index(tensor % (block_size * dcp_size), dcp_size, interleave)
     mine = inside & (owner(tensor, dcp_size, interleave) == rank) & (page != NULL_PAGE)
     slot = torch.where(mine, page.to(tensor.dtype) * block_size + offset, PAD_SLOT)

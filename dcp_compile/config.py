@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of :func:`dcp_compile.optimize`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+DECODE_LAYOUTS = ("split", "flattened")
+LOWERINGS = ("auto", "eager", "inductor")
+VERIFY_MODES = ("full", "adaptive")
+
+
+@dataclass(frozen=True)
+class DCPConfig:
+    """Settings, validated on construction.
+
+    Attributes:
+        dcp_size: ranks over which the KV cache is sharded by token; None = all ranks of the tensor-parallel group, or 1.
+        tp_size: ranks over which attention heads are sharded; 1 = every rank holds all heads.
+        block_size: tokens per page on one rank.
+        kv_interleave: consecutive tokens that stay on one rank; divides block_size.
+        max_batch_size: requests held at once.
+        max_seq_len: tokens one request may hold, prompt and new tokens together.
+        prefill_chunk: prompt tokens per request that one prefill step takes.
+        kv_cache_dtype: "auto" (the model's) or a torch dtype name.
+        backend, draft_backend: "auto" or the name of an attention backend.
+        decode_layout: "split" (final prefix + short tail) or "flattened" (every row its own bound).
+        lowering: "eager", "inductor", or "auto" (inductor on a GPU, eager on a CPU).
+        cuda_graphs: "auto" (on a GPU), True or False.
+        num_speculative_tokens: most draft tokens one verify step judges.
+        draft_window: tokens of context a draft attends to; None = all.
+        verify: "full" (the whole draft block) or "adaptive" (per-request verify lengths).
+        timeout: seconds after which a rank that does not answer is an error.
+    """
+
+    dcp_size: int | None = None
+    tp_size: int = 1
+    block_size: int = 64
+    kv_interleave: int = 1
+    max_batch_size: int = 8
+    max_seq_len: int = 4096
+    prefill_chunk: int = 256
+    kv_cache_dtype: str = "auto"
+    backend: str = "auto"
+    draft_backend: str = "auto"
+    decode_layout: str = "split"
+    lowering: str = "auto"
+    cuda_graphs: bool | str = "auto"
+    num_speculative_tokens: int = 7
+    draft_window: int | None = None
+    verify: str = "full"
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "block_size", "kv_interleave", "max_batch_size", "max_seq_len", "prefill_chunk"):
+            _check_integer(name, getattr(self, name), 1)
+        _check_integer("num_speculative_tokens", self.num_speculative_tokens, 0)
+        for name in ("dcp_size", "draft_window"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 1)
+        if self.block_size % self.kv_interleave:
+            raise ConfigError(
+                f"kv_interleave={self.kv_interleave} does not divide block_size={self.block_size}: a run of consecutive "
+                f"tokens must not cross a page; choose a divisor of {self.block_size}"
+            )
+        _check_choice("decode_layout", self.decode_layout, DECODE_LAYOUTS)
+        _check_choice("lowering", self.lowering, LOWERINGS)
+        _check_choice("verify", self.verify, VERIFY_MODES)
+        _check_choice("cuda_graphs", self.cuda_graphs, ("auto", True, False))
+        if self.dcp_size is not None and self.tp_size > 1 and self.tp_size % self.dcp_size:
+            raise ConfigError(
+                f"dcp_size={self.dcp_size} does not divide tp_size={self.tp_size}: the ranks of a DCP group are "
+                "consecutive ranks of one tensor-parallel group; choose a divisor"
+            )
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout} must be a positive number of seconds")
+
+    def replace(self, **changes: object) -> DCPConfig:
+        """A validated copy with some settings changed."""
+        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
+        if unknown:
+            known = ", ".join(field.name for field in dataclasses.fields(self))
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known settings: {known}")
+        return dataclasses.replace(self, **changes)
+
+
+def _check_integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
