@@ -1,2 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private torch and transformers import, with the reason and the versions it was checked on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+# The decorator that lets config._experts_implementation pick how experts run (checked on transformers 5.17, 5.24).
+from transformers.integrations import use_experts_implementation
+
+# create_recurrent_attention_mask gives linear-attention layers their 2-D padding mask; both take the cache under
+# the name below (5.17, 5.24).
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# Collects output_hidden_states / output_attentions by hooks (5.17, 5.24).
+from transformers.utils.output_capturing import capture_outputs
+
+__all__ = [
+    "AttentionInterface",
+    "CACHE_NAME",
+    "Cache",
+    "CacheLayerMixin",
+    "FakeTensorMode",
+    "Implementations",
+    "LinearAttentionCacheLayerMixin",
+    "attention_masks",
+    "cache_argument",
+    "capture_outputs",
+    "functionalise",
+    "get_implementations",
+    "make_boxed_func",
+    "recurrence_functions",
+    "recurrent_state",
+    "set_implementations",
+    "traceable_experts",
+    "unset_fake_temporarily",
+    "use_experts_implementation",
+]
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def functionalise(module: fx.GraphModule, inputs: list, compiler: Callable) -> None:
+    """Run AOT functionalisation with no decompositions and hand the ATen graph to ``compiler`` (torch 2.11 - 2.13)."""
+    aot_module_simplified(
+        module, inputs, fw_compiler=compiler, decompositions={}, keep_inference_input_mutations=True
+    )
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of forward's cache argument: ``cache`` (transformers >= 5.24) or ``past_key_values``."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """Names of the attention and the experts function a model dispatches to."""
+
+    attention: str | None
+    experts: str | None
+
+
+def get_implementations(model: PreTrainedModel) -> Implementations:
+    config = model.config.get_text_config()
+    return Implementations(config._attn_implementation, config._experts_implementation)
+
+
+def set_implementations(model: PreTrainedModel, names: Implementations) -> None:
+    """Set the dispatch names directly: ``set_attn_implementation`` would reject a name that has no mask function."""
+    config = model.config.get_text_config()
+    config._attn_implementation = names.attention
+    config._experts_implementation = names.experts
+
+
+def traceable_experts(model: nn.Module) -> str:
+    """The experts function that can be traced and, on a GPU, captured: grouped_mm of non-bf16 weights reads offsets on
+    the host there (its fallback calls ``tolist``), so batched_mm takes its place."""
+    parameter = next(model.parameters())
+    return "batched_mm" if parameter.is_cuda and parameter.dtype != torch.bfloat16 else "grouped_mm"
+
+
+_RECURRENCE_ARGUMENTS = {"query", "key", "value", "g", "beta", "initial_state", "output_final_state"}
+
+
+def recurrence_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
+    """Module globals that run a delta-rule recurrence in the files that define the model's layers.
+
+    transformers calls them by their global name (``chunk_*`` for several tokens, ``recurrent_*`` for one); they are
+    recognised by their arguments, so that no model is named here.
+    """
+    modules = {sys.modules[type(layer).__module__] for layer in model.modules() if type(layer).__module__ in sys.modules}
+    found = []
+    for module in sorted(modules, key=lambda module: module.__name__):
+        for name, value in vars(module).items():
+            if not inspect.isfunction(value) or inspect.isclass(value):
+                continue
+            if _RECURRENCE_ARGUMENTS <= set(inspect.signature(value).parameters):
+                found.append((module, name))
+    return found
+
+
+# transformers 5.24 renamed the cache argument and output field from past_key_values to cache.
+CACHE_NAME = "cache" if "cache" in {f.name for f in dataclasses.fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+def attention_masks(config, inputs_embeds, attention_mask, cache) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Masks of one forward pass: (causal mask in the form the attention function wants, 2-D padding mask or None)."""
+    arguments = {
+        "config": config,
+        "inputs_embeds": inputs_embeds,
+        "attention_mask": attention_mask,
+        CACHE_NAME: cache,
+    }
+    return create_causal_mask(**arguments), create_recurrent_attention_mask(**arguments)
+
+
+def recurrent_state(cache, layer_idx: int) -> torch.Tensor | None:
+    """Recurrent state of a linear-attention layer, None before its first update (5.17 has no getter for it)."""
+    if hasattr(cache, "get_recurrent_state"):
+        return cache.get_recurrent_state(layer_idx)
+    return cache.layers[layer_idx].recurrent_states[0] if cache.has_previous_state(layer_idx) else None

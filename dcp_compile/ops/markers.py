@@ -20,7 +20,7 @@ define(
 define("mark_attention(Tensor q, Tensor k, Tensor v, int layer, float scale) -> Tensor")
 define(
     "mark_conv(Tensor x, Tensor conv_state, Tensor pending, Tensor accepted, Tensor state_slots, Tensor positions, "
-    "int layer) -> Tensor"
+    "int layer, int width) -> Tensor"
 )
 define(
     "mark_recurrence(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor pending_k, "
@@ -28,7 +28,14 @@ define(
     "float scale, bool qk_l2norm) -> Tensor"
 )
 
-NAMES = ("mark_latent", "mark_attention", "mark_conv", "mark_recurrence")
+_LAYER_ARGUMENT = {"mark_latent": 6, "mark_attention": 3, "mark_conv": 6, "mark_recurrence": 12}
+NAMES = tuple(_LAYER_ARGUMENT)
+
+
+def layer_of(node: torch.fx.Node) -> int:
+    """Layer number a marker call belongs to."""
+    name = node.target.name().removeprefix("dcp::").removesuffix(".default")
+    return node.args[_LAYER_ARGUMENT[name]]
 
 
 def _refuse(name: str):
@@ -53,8 +60,8 @@ def _(q, k, v, layer, scale) -> Tensor:
 
 
 @fake("mark_conv")
-def _(x, conv_state, pending, accepted, state_slots, positions, layer) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], conv_state.shape[2] + x.shape[2])
+def _(x, conv_state, pending, accepted, state_slots, positions, layer, width) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], width - 1 + x.shape[2])
 
 
 @fake("mark_recurrence")
