@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the K3 DSpark draft (multi-head latent attention, one bidirectional block per step)."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from dcp_compile.errors import ConfigError
+
+PUBLISHED_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 32768,
+    "rope_theta": 50000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_YARN_KEYS = {*PUBLISHED_ROPE, "attention_factor"}
+
+# Switches of sibling layouts, with the value under which they change nothing.
+_INERT = {
+    "mla_use_nope": False,
+    "mla_use_output_gate": False,
+    "mla_use_qk_norm": False,
+    "dspark_bonus_anchor": False,
+    "sample_from_anchor": True,
+    "fc_norm": False,
+    "aux_hidden_stream": "prefix",
+    "hidden_act": "silu",
+    "markov_head_type": "vanilla",
+    "attention_bias": False,
+    "logit_scale": 1.0,
+    "n_routed_experts": 0,
+    "n_shared_experts": 0,
+    "transformer_layer_config": None,
+}
+
+
+class K3DSparkConfig(PreTrainedConfig):
+    """Every key left out takes the value of the published Kimi-K3 DSpark checkpoint.
+
+    `target_layer_ids` are the 0-based target layers whose outputs are tapped, `num_target_layers` is their number, and
+    `target_num_hidden_layers` the depth of the target. `block_size` is the number of draft tokens the block was trained
+    for (`dspark_block_size` is read as well). `is_causal` is taken from the key itself, else from
+    `dflash_config["causal"]`, else False.
+
+    Raises ConfigError for values out of range and, by name, for sibling layouts this model does not implement.
+    """
+
+    model_type = "k3_dspark"
+    default_theta = 50000.0
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_b_proj": "colwise",
+        "layers.*.self_attn.kv_b_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 163840
+    draft_vocab_size: int | None = None
+    hidden_size: int = 7168
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = None
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 1048576
+    rope_parameters: dict | None = None
+    target_hidden_size: int | None = None
+    target_num_hidden_layers: int = 93
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    mask_token_id: int = 163837
+    block_size: int | None = None
+    is_causal: bool | None = None
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    initializer_range: float = 0.02
+    bos_token_id: int | None = 163584
+    eos_token_id: int | list[int] | None = 163586
+    pad_token_id: int | None = 163839
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.rope_parameters is None:
+            self.rope_parameters = dict(PUBLISHED_ROPE)
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [2, 23, 47, 71, 89]
+        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        self.num_key_value_heads = self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+        self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+        self.num_target_layers = len(self.target_layer_ids) if self.num_target_layers is None else self.num_target_layers
+        spelled_otherwise = kwargs.pop("dspark_block_size", 7)
+        self.block_size = spelled_otherwise if self.block_size is None else self.block_size
+        if self.is_causal is None:
+            self.is_causal = bool((kwargs.get("dflash_config") or {}).get("causal", False))
+        self.architectures = self.architectures or ["K3DSparkModel"]
+        outer_theta = kwargs.get("rope_theta")
+        super().__post_init__(**kwargs)
+        _check(self, outer_theta)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head: nope plus rope dimensions."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        found = config_dict.get("model_type", cls.model_type)
+        if found != cls.model_type:
+            raise ConfigError(
+                f"model_type is {found!r} (architectures {config_dict.get('architectures')}) but K3DSparkConfig reads "
+                f"{cls.model_type!r}; a draft with grouped-query attention (DSparkDraftModel) is another network"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        """Raise ConfigError unless `target` (a composite config is unwrapped) is the model this draft was made for."""
+        target = target.get_text_config()
+        for own, theirs in (
+            ("vocab_size", "vocab_size"),
+            ("target_hidden_size", "hidden_size"),
+            ("target_num_hidden_layers", "num_hidden_layers"),
+        ):
+            if getattr(self, own) != getattr(target, theirs):
+                raise ConfigError(
+                    f"the draft has {own}={getattr(self, own)} but the target has {theirs}={getattr(target, theirs)}; "
+                    "use the draft that was trained for this target"
+                )
+
+
+def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
+    """Raise ConfigError for the first setting that is out of range or belongs to another layout."""
+    if config.architectures != ["K3DSparkModel"]:
+        raise ConfigError(f"architectures is {config.architectures}, expected ['K3DSparkModel']: this is another network")
+    for key, inert in _INERT.items():
+        value = getattr(config, key, inert)
+        if value != inert:
+            raise ConfigError(f"{key}={value!r} selects a draft layout this model does not implement; it needs {inert!r}")
+    if config.q_lora_rank is None:
+        raise ConfigError("q_lora_rank is None: a draft without a query down-projection is another layout")
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "max_position_embeddings",
+        "target_hidden_size",
+        "target_num_hidden_layers",
+        "block_size",
+        "markov_rank",
+    ):
+        if not isinstance(getattr(config, key), int) or getattr(config, key) < 1:
+            raise ConfigError(f"{key}={getattr(config, key)!r} must be an integer of at least 1")
+    if config.qk_rope_head_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim={config.qk_rope_head_dim} must be even: RoPE rotates pairs")
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise ConfigError(
+            f"num_key_value_heads={config.num_key_value_heads} differs from num_attention_heads="
+            f"{config.num_attention_heads}: grouped-query drafts are another network"
+        )
+    if config.draft_vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}: "
+            "drafts over a reduced vocabulary are not supported"
+        )
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise ConfigError(f"mask_token_id={config.mask_token_id} is outside [0, vocab_size={config.vocab_size})")
+    if config.tie_word_embeddings:
+        raise ConfigError("tie_word_embeddings=True: the draft has no output head of its own to tie")
+    _check_taps(config)
+    _check_rope(config.rope_parameters, outer_theta)
+
+
+def _check_taps(config: K3DSparkConfig) -> None:
+    taps, depth = config.target_layer_ids, config.target_num_hidden_layers
+    if not taps or any(not isinstance(tap, int) for tap in taps) or taps != sorted(set(taps)):
+        raise ConfigError(f"target_layer_ids={taps} must be distinct layer numbers in ascending order")
+    if taps[0] < 0 or taps[-1] >= depth:
+        raise ConfigError(f"target_layer_ids={taps} must lie in [0, target_num_hidden_layers={depth})")
+    if len(taps) != config.num_target_layers:
+        raise ConfigError(
+            f"num_target_layers={config.num_target_layers} must be the number of target_layer_ids, {len(taps)} "
+            "(the depth of the target is target_num_hidden_layers)"
+        )
+    nested = getattr(config, "dflash_config", None) or {}
+    for key in ("target_layer_ids", "mask_token_id"):
+        if key in nested and nested[key] != getattr(config, key):
+            raise ConfigError(f"dflash_config has {key}={nested[key]} but the config itself has {getattr(config, key)}")
+    sliding = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
+    if sliding:
+        raise ConfigError(f"layer_types contains {sliding[0]!r}; every layer of this draft is full_attention")
+
+
+def _check_rope(rope: dict, outer_theta: float | None) -> None:
+    kind = rope.get("rope_type")
+    allowed = {"default": {"rope_type", "rope_theta"}, "yarn": _YARN_KEYS}
+    if kind not in allowed:
+        raise ConfigError(f"rope_type={kind!r} is not supported; use one of {sorted(allowed)}")
+    unknown = set(rope) - allowed[kind] - {"type"}
+    if unknown:
+        raise ConfigError(f"rope_parameters of type {kind!r} has unknown keys {sorted(unknown)}")
+    if outer_theta is not None and outer_theta != rope["rope_theta"]:
+        raise ConfigError(f"rope_theta={outer_theta} contradicts rope_parameters['rope_theta']={rope['rope_theta']}")
+    if kind == "yarn":
+        if rope["factor"] < 1:
+            raise ConfigError(f"rope_parameters['factor']={rope['factor']} must be at least 1")
+        if rope.get("attention_factor") not in (None, 1.0):
+            raise ConfigError(f"rope_parameters['attention_factor']={rope['attention_factor']}; only 1.0 has a known meaning")
