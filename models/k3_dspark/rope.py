@@ -58,7 +58,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
-class K3DSparkRotaryEmbedding(nn.Module):
+class DSparkRotaryEmbedding(nn.Module):
     """cos and sin tables [B, S, D/2], float32, for token positions [B, S].
 
     Positions reach 2^20, where half precision angles are noise: the frequencies stay float32 whatever dtype the model is

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from dcp_compile.errors import ConfigError
 from dcp_compile.models.k3_dspark import K3DSparkConfig, K3DSparkModel
 from dcp_compile.models.k3_dspark.rope import (
-    K3DSparkRotaryEmbedding,
+    DSparkRotaryEmbedding,
     inverse_frequencies,
     softmax_scale,
     table_multiplier,
@@ -157,7 +157,7 @@ def test_without_mscale_keys_the_magnitude_moves_from_the_scale_to_the_tables():
 
 
 def test_rope_tables_stay_float32_and_exact_at_the_longest_position():
-    rotary = K3DSparkRotaryEmbedding(64, PUBLISHED_ROPE).to(torch.bfloat16).half()
+    rotary = DSparkRotaryEmbedding(64, PUBLISHED_ROPE).to(torch.bfloat16).half()
     assert rotary.inv_freq.dtype == torch.float32
     assert torch.equal(rotary.inv_freq, torch.tensor(inverse_frequencies(64, PUBLISHED_ROPE), dtype=torch.float32))
     positions = torch.tensor([[0, 1, 4095, 1048575]])

@@ -308,7 +308,7 @@ def test_block_and_ingestion_trace_into_one_graph_each(seed):
         return model(inputs_embeds=embeds, position_ids=positions, cache=cache)
 
     def context(taps, positions):
-        return model.context_kv(model.project_context(taps), positions)
+        return model.context_entries(model.project_context(taps), positions)
 
     torch._dynamo.reset()
     pairs = torch.compile(context, backend=keep, fullgraph=True)(taps, torch.arange(4).expand(2, -1))
