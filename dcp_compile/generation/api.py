@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function form of generate()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from .patch import is_attached
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Any = None,
+    *,
+    assistant_model: Any = None,
+    streamer: Any = None,
+    acceptance: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``model.generate(...)`` of a compiled model, spelled as a function.
+
+    Args:
+        model: a model returned by ``optimize()``.
+        inputs: prompt token ids, int64 ``[rows, columns]``, left padded.
+        assistant_model: a source of drafts: a causal LM of the same vocabulary, or an object with ``dcp_proposer()``.
+        streamer: receives the prompt and then each column of tokens, on the leader only.
+        acceptance: "standard" (default) or "block", how drafts are accepted when sampling; both are lossless.
+        kwargs: everything else ``model.generate()`` takes.
+
+    Raises:
+        UnsupportedModelError: the model is not compiled.
+        GenerationError: an argument cannot be honoured.
+        CapacityError: prompts and new tokens do not fit.
+    """
+    if not is_attached(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is not optimised; call dcp_compile.optimize(model) first")
+    options = {"assistant_model": assistant_model, "streamer": streamer, **kwargs}
+    if acceptance is not None:
+        options["acceptance"] = acceptance
+    return type(model).generate(model, inputs, **options)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generation asks of a compiled model.
+
+A row is one sequence of the batch. A session counts *committed* tokens per row: those whose KV entries and recurrent
+state are final. The newest token of a row is never committed: it is fed by the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Session(Protocol):
+    """The pages and state slots of one batch, from prefill to the last token. A context manager: leaving it frees them.
+
+    Attributes:
+        is_leader: True on rank 0 of the group, which samples, decides when to stop and streams.
+        lengths: committed tokens per row.
+    """
+
+    is_leader: bool
+    lengths: list[int]
+
+    def __enter__(self) -> Session: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def prefill(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Commit the prompts, one int64 ``[length]`` per row, unpadded; returns the float32 logits ``[rows, vocab]`` that
+        follow each prompt's last token."""
+        ...
+
+    def decode(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """Commit one token per active row, int64 ``[rows]``; returns float32 logits ``[rows, vocab]``.
+
+        Logits of inactive rows mean nothing.
+        """
+        ...
+
+    def verify(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run the first ``counts[row]`` columns of int64 ``tokens [rows, columns]`` after the committed tokens.
+
+        Nothing is committed. Returns float32 logits ``[rows, columns, vocab]``, column j following token j; those of
+        columns past ``counts`` mean nothing. A count of 0 leaves the row out.
+        """
+        ...
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Commit the first ``kept[row]`` tokens of the last verify step, ``0 <= kept[row] <= counts[row]``."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's values, on every rank; shape, dtype and device are those of ``tensor`` and equal on all ranks."""
+        ...
+
+
+class Engine(Protocol):
+    """A compiled model, ready to open sessions.
+
+    Attributes:
+        vocab_size: columns of the logits.
+        max_query_rows: tokens per row one verify step takes, anchor included; 1 means that drafts cannot be verified.
+    """
+
+    vocab_size: int
+    max_query_rows: int
+
+    def open(self, batch: int, max_length: int) -> Session:
+        """Reserve a session for ``batch`` rows of at most ``max_length`` tokens each, prompt included.
+
+        Room for the look-ahead of a verify step is added inside.
+
+        Raises:
+            CapacityError: they do not fit; nothing has changed.
+        """
+        ...

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two decoding loops: one token per step, and draft-and-verify.
+
+Both choose tokens from the same scores transformers would compute, and end each row where lock-step decoding ends it.
+Every choice is the leader's: tokens, drafts and stops are broadcast before anything depends on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .acceptance import RULES, Verdict, greedy
+from .call import DecodeCall
+from .columns import Columns
+from .drafts import Proposal, Proposer
+from .interface import Session
+from .processors import is_context_free
+from .validate import check_proposal
+
+
+def decode_plain(session: Session, call: DecodeCall) -> GenerateDecoderOnlyOutput | Tensor:
+    """One token per row and step. Finished rows are left out unless the caller asked for their scores."""
+    columns = Columns(call, session)
+    rows = range(len(call.prompts))
+    active = [True for _ in rows]
+    logits = session.prefill(call.prompts)
+    while True:
+        _append_column(session, call, columns, logits, active)
+        columns.publish()
+        if columns.finished:
+            return columns.result()
+        active = [columns.takes_part(row) or call.scores or call.logits for row in rows]
+        logits = session.decode(columns.last(), active)
+
+
+def decode_speculative(
+    session: Session, call: DecodeCall, proposer: Proposer, width: int, acceptance: str
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """Draft at most ``width`` tokens per row, verify them in one step, keep what ``acceptance`` (a name in RULES) allows.
+
+    Rows advance independently if all processors are context-free. Otherwise each step advances all rows by the tokens the
+    slowest one keeps, so that processors see the same rectangular batches as without drafts. Scores of a row's columns
+    after its end are zeros.
+    """
+    columns = Columns(call, session)
+    rows = range(len(call.prompts))
+    ragged = all(is_context_free(processor) for processor in call.processors)
+    proposer.begin(session, call.prompts, call.sampling)
+    _append_column(session, call, columns, session.prefill(call.prompts), [True for _ in rows])
+    columns.publish()
+    while not columns.finished:
+        runs = [columns.runs(row) for row in rows]
+        limits = [min(width, columns.room(row) - 1) if runs[row] else 0 for row in rows]
+        proposal = proposer.propose(columns.sequences(), limits)
+        proposal = dataclasses.replace(proposal, tokens=proposal.tokens.cpu())
+        check_proposal(proposal, limits, call.vocab_size)
+        drafts, counts = _agree_on_drafts(session, columns, proposal, width)
+        window = torch.cat([columns.last()[:, None], drafts], dim=1)
+        fed = [counts[row] + 1 if runs[row] else 0 for row in rows]
+        logits = _take(session.verify(window, fed), call, fed)
+        if ragged:
+            scores, judged = call.processors(None, logits.flatten(0, 1)).view(logits.shape), counts
+        else:
+            scores, judged = _scores_in_lockstep(session, call, columns, drafts, counts, runs, logits)
+        tokens, emitted = _judge(session, call, scores, drafts, judged, proposal.probs, acceptance)
+        kept = [columns.until_end(tokens[row, : emitted[row]].tolist()) if runs[row] else 0 for row in rows]
+        if not ragged:
+            ends = [runs[row] and int(tokens[row, kept[row] - 1]) in call.eos_tokens for row in rows]
+            slowest = min((kept[row] for row in rows if runs[row] and not ends[row]), default=max(kept))
+            kept = [min(count, slowest) for count in kept]
+        session.commit(kept)
+        proposer.commit(kept)
+        columns.extend(tokens, kept, scores, logits)
+        columns.publish()
+    return columns.result()
+
+
+def _append_column(
+    session: Session, call: DecodeCall, columns: Columns, logits: Tensor, active: Sequence[bool]
+) -> None:
+    """Choose one token per row from ``logits [rows, vocab]``, with the calls and the draws transformers makes."""
+    counts = [int(flag) for flag in active]
+    logits = _take(logits[:, None], call, counts)[:, 0]
+    scores = call.processors(columns.ids, logits)
+    if call.do_sample:
+        tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+    else:
+        tokens = scores.argmax(dim=-1)
+    tokens = session.broadcast(tokens)
+    columns.extend(tokens[:, None], counts, scores[:, None], logits[:, None])
+
+
+def _take(logits: Tensor, call: DecodeCall, counts: Sequence[int]) -> Tensor:
+    """A copy of ``logits [rows, columns, vocab]`` where the caller works; columns past ``counts`` become zeros."""
+    logits = logits.to(device=call.input_ids.device, dtype=torch.float32, copy=True)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    unused = columns >= torch.tensor(counts, device=logits.device)[:, None]
+    return logits.masked_fill_(unused[..., None], 0.0)
+
+
+def _agree_on_drafts(
+    session: Session, columns: Columns, proposal: Proposal, width: int
+) -> tuple[Tensor, list[int]]:
+    """The leader's drafts, cut after a token that ends the row: int64 ``[rows, most drafts]`` and the count per row."""
+    packed = proposal.tokens.new_zeros(len(proposal.counts), width + 1)
+    for row, count in enumerate(proposal.counts):
+        count = columns.until_end(proposal.tokens[row, :count].tolist())
+        packed[row, :count] = proposal.tokens[row, :count]
+        packed[row, width] = count
+    packed = session.broadcast(packed.to(columns.ids.device))
+    counts = packed[:, width].tolist()
+    return packed[:, : max(counts)], counts
+
+
+def _scores_in_lockstep(
+    session: Session,
+    call: DecodeCall,
+    columns: Columns,
+    drafts: Tensor,
+    counts: list[int],
+    runs: list[bool],
+    logits: Tensor,
+) -> tuple[Tensor, list[int]]:
+    """Scores of processors that need the whole batch at one length, column by column; all rows are equally long.
+
+    Stops at the first column a row surely does not pass (its draft is impossible, or there is none): later prefixes
+    would be ones plain decoding never shows a processor. Returns scores ``[rows, columns done, vocab]`` and the drafts
+    per row that can still be judged. A draft found impossible stays, so that the rule rejects it.
+    """
+    following = torch.where(_first(drafts, counts), drafts, call.pad_token)
+    ids = torch.cat([columns.ids, following], dim=1)
+    done: list[Tensor] = []
+    for offset in range(logits.shape[1]):
+        done.append(call.processors(ids[:, : columns.width + offset].contiguous(), logits[:, offset].contiguous()))
+        drafting = torch.tensor([run and offset < count for run, count in zip(runs, counts)], device=ids.device)
+        exhausted = [
+            run and offset == count and not _ends(call, drafts[row, :count])
+            for row, (run, count) in enumerate(zip(runs, counts))
+        ]
+        impossible = torch.zeros_like(drafting)
+        if offset < drafts.shape[1]:
+            draft = drafts[:, offset, None]
+            if call.do_sample:
+                impossible = done[-1].gather(1, draft).isneginf().squeeze(1)
+            else:
+                impossible = done[-1].argmax(dim=1) != draft.squeeze(1)
+        impossible = session.broadcast((impossible & drafting).long()).tolist()
+        if any(impossible) or any(exhausted):
+            break
+    judged = [min(count, offset + rejected) for count, rejected in zip(counts, impossible)]
+    return torch.stack(done, dim=1), judged
+
+
+def _ends(call: DecodeCall, drafts: Tensor) -> bool:
+    return len(drafts) > 0 and int(drafts[-1]) in call.eos_tokens
+
+
+def _first(drafts: Tensor, counts: Sequence[int]) -> Tensor:
+    return torch.arange(drafts.shape[1], device=drafts.device) < torch.tensor(counts, device=drafts.device)[:, None]
+
+
+def _judge(
+    session: Session,
+    call: DecodeCall,
+    scores: Tensor,
+    drafts: Tensor,
+    counts: list[int],
+    probs: Tensor | None,
+    acceptance: str,
+) -> tuple[Tensor, list[int]]:
+    """The leader's verdict: tokens ``[rows, width + 1]``, of which each row emits the returned number."""
+    width = max(counts)
+    packed = drafts.new_zeros(len(drafts), width + 2)
+    if session.is_leader:
+        if scores.shape[1] <= width:  # the last draft is impossible: nothing can follow it
+            scores = torch.nn.functional.pad(scores, (0, 0, 0, 1))
+        verdict = _apply_rule(call, scores[:, : width + 1], drafts[:, :width], counts, probs, acceptance)
+        packed[:, :-1] = verdict.tokens
+        packed[:, -1] = verdict.accepted + 1
+    packed = session.broadcast(packed)
+    return packed[:, :-1], packed[:, -1].tolist()
+
+
+def _apply_rule(
+    call: DecodeCall, scores: Tensor, drafts: Tensor, counts: list[int], probs: Tensor | None, acceptance: str
+) -> Verdict:
+    limit = torch.tensor(counts, device=drafts.device)
+    if not call.do_sample:
+        return greedy(scores, drafts, limit)
+    if probs is not None:
+        probs = probs[:, : drafts.shape[1]].to(device=scores.device, dtype=scores.dtype)
+    return RULES[acceptance](scores.softmax(dim=-1), drafts, limit, probs)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put an engine behind a model's generate(), and take it away again.
+
+The model's class becomes a subclass of itself with the same name whose decoding methods run on the engine; transformers
+looks these up on the class. Everything before them (configs, masks, processors, criteria) and the plain forward call
+stay transformers' own.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMixin, GenerationMode
+
+from ..errors import GenerationError, UnsupportedModelError
+from . import validate
+from .call import DecodeCall, HeldStreamer, prepare
+from .drafts import CausalLMProposer, Proposer, PromptLookup
+from .interface import Engine
+from .loop import decode_plain, decode_speculative
+
+ENGINE = "_dcp_engine"
+_DEFAULT_NGRAM = 2  # transformers' own
+
+
+def attach(model: PreTrainedModel, engine: Engine) -> None:
+    """Make ``model.generate()`` decode on ``engine``.
+
+    Raises:
+        UnsupportedModelError: the model cannot generate, has an engine, or replaces a generation method on the instance.
+    """
+    name = type(model).__name__
+    if is_attached(model):
+        raise UnsupportedModelError(f"{name} is optimised already; call dcp_compile.unoptimize(model) first")
+    if not isinstance(model, GenerationMixin):
+        raise UnsupportedModelError(f"{name} has no generate(); load it with AutoModelForCausalLM")
+    replaced = sorted(set(vars(model)) & {"generate", *vars(DcpGenerateMixin)} - {"__module__", "__doc__"})
+    if replaced:
+        raise UnsupportedModelError(
+            f"{name} has its own {', '.join(replaced)} on the instance (a custom_generate repository does this), which would "
+            "bypass the compiled loop; load the model without it"
+        )
+    vars(model)[ENGINE] = engine  # past nn.Module.__setattr__: an engine is no submodule
+    model.__class__ = _subclass(type(model))
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo :func:`attach`: the model's class and attributes are again what they were.
+
+    Raises:
+        UnsupportedModelError: the model has no engine.
+    """
+    if not is_attached(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is not optimised; nothing to undo")
+    model.__class__ = type(model).__mro__[2]
+    del vars(model)[ENGINE]
+
+
+def is_attached(model: Any) -> bool:
+    return isinstance(model, DcpGenerateMixin)
+
+
+class DcpGenerateMixin:
+    """The decoding methods of a compiled model; transformers' generate() calls them."""
+
+    _is_stateful = False  # stands for "cannot roll back"; a session's verify and commit can
+    _supported_generation_modes = validate.SUPPORTED_MODES
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: HeldStreamer | None = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        engine = vars(self)[ENGINE]
+        call = prepare(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, engine.vocab_size
+        )
+        with engine.open(len(call.prompts), call.row_length) as session:
+            return decode_plain(session, call)
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: HeldStreamer | None = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
+        acceptance: str | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        engine = vars(self)[ENGINE]
+        call = prepare(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, engine.vocab_size
+        )
+        validate.check_processors(call.processors)
+        width = _draft_width(engine, generation_config, assistant_model)
+        with engine.open(len(call.prompts), call.row_length) as session:
+            proposer = _proposer(generation_config, assistant_model)
+            try:
+                return decode_speculative(session, call, proposer, width, acceptance or "standard")
+            finally:
+                proposer.close()
+
+    def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        acceptance = kwargs.pop("acceptance", None)
+        mode_kwargs = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *rest)
+        return mode_kwargs if acceptance is None else {**mode_kwargs, "acceptance": acceptance}
+
+    def _get_deprecated_gen_repo(self, generation_mode: GenerationMode, *rest: Any) -> None:
+        # transformers asks for trust_remote_code here, before it validates the mode.
+        validate.check_mode(generation_mode)
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        validate.check_config(vars(self)[ENGINE], generation_mode, generation_config, generation_mode_kwargs)
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """The engine owns the pages: no transformers cache is made."""
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> None:
+        raise GenerationError(
+            "generate_batch() is transformers' continuous batching on its own paged cache: call generate() with a "
+            f"left-padded batch, or {validate.UNOPTIMIZE}"
+        )
+
+    init_continuous_batching = generate_batch
+
+    def __deepcopy__(self, memo: dict) -> None:
+        raise UnsupportedModelError(
+            "a compiled model owns pages and captured graphs and cannot be copied; call dcp_compile.unoptimize(model) first"
+        )
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Pickles hold the plain model: optimise it again after loading."""
+        state = {name: value for name, value in vars(self).items() if name != ENGINE}
+        return copyreg.__newobj__, (type(self).__mro__[2],), state
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    """The class of compiled models that were a ``base``; its method resolution order is [itself, mixin, base, ...]."""
+    signature = inspect.signature(base.generate)
+
+    @functools.wraps(base.generate)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        named = bound.arguments
+        arguments = {**named, **named.get("kwargs", {})}
+        validate.check_arguments(self, arguments)
+        validate.warn_ignored(arguments)
+        if arguments.get("streamer") is not None:
+            named["streamer"] = HeldStreamer(arguments["streamer"])
+        return base.generate(*bound.args, **bound.kwargs)
+
+    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (DcpGenerateMixin, base), {**namespace, "generate": generate})
+
+
+def _proposer(config: GenerationConfig, assistant: Any) -> Proposer:
+    if assistant is None:
+        return PromptLookup(config.max_matching_ngram_size or _DEFAULT_NGRAM)
+    return assistant.dcp_proposer() if hasattr(assistant, "dcp_proposer") else CausalLMProposer(assistant)
+
+
+def _draft_width(engine: Engine, config: GenerationConfig, assistant: Any) -> int:
+    """Draft tokens per step: the least of the engine's limit and what the call and the draft's own config ask for."""
+    own = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
+    asked = (config.num_assistant_tokens, config.prompt_lookup_num_tokens, own)
+    return min([engine.max_query_rows - 1, *(count for count in asked if count is not None)])
