@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 VOCAB = 128
 
@@ -49,10 +50,11 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def _build(model_class: type, config: Any, seed: int, dtype: torch.dtype) -> Any:
+def _build(config: Any, seed: int, dtype: torch.dtype) -> Any:
     if dtype == torch.float64 and config._experts_implementation is None:
         config._experts_implementation = "batched_mm"  # grouped_mm, the default, has no float64 kernel
-    return randomise(model_class(config).to(dtype), seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # keeps what must stay float32 in a bfloat16 model
+    return randomise(model.double() if dtype == torch.float64 else model, seed)
 
 
 def tiny_kimi_k3_config(layers: int = 9, **settings: Any) -> Any:
@@ -100,9 +102,7 @@ def tiny_kimi_k3_config(layers: int = 9, **settings: Any) -> Any:
 
 def tiny_kimi_k3(layers: int = 9, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     """A random ``KimiK3ForCausalLM``; see :func:`tiny_kimi_k3_config`."""
-    from dcp_compile.models import KimiK3ForCausalLM
-
-    return _build(KimiK3ForCausalLM, tiny_kimi_k3_config(layers, **settings), seed, dtype)
+    return _build(tiny_kimi_k3_config(layers, **settings), seed, dtype)
 
 
 def tiny_kimi_k3_8(**settings: Any) -> Any:
@@ -112,7 +112,7 @@ def tiny_kimi_k3_8(**settings: Any) -> Any:
 
 def tiny_kimi_linear(layers: int = 5, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     """A random transformers ``KimiLinearForCausalLM``; layers 0, 2, ... are KDA, the others MLA."""
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+    from transformers import KimiLinearConfig
 
     defaults = dict(
         vocab_size=VOCAB,
@@ -139,12 +139,12 @@ def tiny_kimi_linear(layers: int = 5, seed: int = 0, dtype: torch.dtype = torch.
         bos_token_id=1,
         eos_token_id=2,
     )
-    return _build(KimiLinearForCausalLM, KimiLinearConfig(**{**defaults, **settings}), seed, dtype)
+    return _build(KimiLinearConfig(**{**defaults, **settings}), seed, dtype)
 
 
 def tiny_deepseek_v3(layers: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     """A random transformers ``DeepseekV3ForCausalLM``; ``q_lora_rank=None`` and ``rope_interleave`` vary the queries."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import DeepseekV3Config
 
     defaults = dict(
         vocab_size=VOCAB,
@@ -172,4 +172,4 @@ def tiny_deepseek_v3(layers: int = 3, seed: int = 0, dtype: torch.dtype = torch.
         bos_token_id=1,
         eos_token_id=2,
     )
-    return _build(DeepseekV3ForCausalLM, DeepseekV3Config(**{**defaults, **settings}), seed, dtype)
+    return _build(DeepseekV3Config(**{**defaults, **settings}), seed, dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,36 @@ _SHARED_SETTINGS = (
 # Settings that name somebody else's classes.
 _FOREIGN_SETTINGS = ("model_type", "architectures", "auto_map")
 _MXFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 32}
+# What config.json says of a checkpoint with MXFP4 experts; everything else is stored as it is.
+MXFP4_QUANTIZATION: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "mxfp4-pack-quantized",
+            "weights": {
+                **_MXFP4_WEIGHTS,
+                "symmetric": True,
+                "strategy": "group",
+                "dynamic": False,
+                "scale_dtype": "torch.uint8",
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*routed_expert_(down|up)_proj.*",
+        "re:.*mlp\\.(gate|up|down)_proj.*",
+        "re:.*res_proj.*",
+        "re:.*lm_head.*",
+    ],
+    "kv_cache_scheme": None,
+}
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +72,9 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 class KimiK3Config(PreTrainedConfig):
     """Kimi-K3 text model; the defaults are the values of the released model.
 
-    ``KimiK3Config.from_dict`` and ``from_pretrained`` also take the multimodal config.json: its text part is used and
-    its ``quantization_config`` is lifted to the top. ``linear_attn_config`` holds ``num_heads``, ``head_dim``,
+    ``KimiK3Config.from_dict`` and ``from_pretrained`` also take the multimodal config.json and use its text part.
+    A ``quantization_config`` is checked and becomes ``expert_format="mxfp4"``: experts are stored in MXFP4, and since
+    they are decoded when read, the model itself is not a quantised one. ``linear_attn_config`` holds ``num_heads``, ``head_dim``,
     ``short_conv_kernel_size``, ``gate_lower_bound``, ``use_full_rank_gate`` and the 1-based lists ``full_attn_layers``
     and ``kda_layers``. Left out, it makes every fourth layer and the last one full attention, as in the released model.
 
@@ -97,6 +129,7 @@ class KimiK3Config(PreTrainedConfig):
     bos_token_id: int | None = 163584
     eos_token_id: int | list[int] | None = 163586
     pad_token_id: int | None = 163839
+    expert_format: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("text_config") is not None:
@@ -114,12 +147,22 @@ class KimiK3Config(PreTrainedConfig):
             **_default_layer_lists(self.num_hidden_layers),
             **(self.linear_attn_config or {}),
         }
+        quantization = kwargs.pop("quantization_config", None)
+        if quantization is not None:
+            check_quantization(quantization)
+            self.expert_format = "mxfp4"
         self.check()
         super().__post_init__(**kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         return super().from_dict(text_settings(config_dict), **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = super().to_dict()
+        if settings.pop("expert_format", None) is not None:
+            settings["quantization_config"] = copy.deepcopy(MXFP4_QUANTIZATION)
+        return settings
 
     @property
     def layer_types(self) -> list[str]:
@@ -148,8 +191,6 @@ class KimiK3Config(PreTrainedConfig):
         self._check_variant()
         self._check_sizes()
         self._check_layer_lists()
-        if getattr(self, "quantization_config", None) is not None:
-            check_quantization(self.quantization_config)
 
     def _check_variant(self) -> None:
         linear = self.linear_attn_config
@@ -169,6 +210,8 @@ class KimiK3Config(PreTrainedConfig):
         for name, (found, wanted) in expected.items():
             if found != wanted:
                 raise ConfigError(f"{name}={found!r}: Kimi-K3 has {wanted!r}; other variants are not implemented")
+        if self.expert_format not in (None, "mxfp4"):
+            raise ConfigError(f"expert_format={self.expert_format!r} is unknown; use None or 'mxfp4'")
         bound = linear["gate_lower_bound"]
         if bound is None or not -5.0 <= bound < 0.0:
             raise ConfigError(

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -16,13 +19,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from dcp_compile._compat import CACHE_NAME, attention_masks, capture_outputs
+from dcp_compile.errors import CheckpointError
 
 from .attention import KimiK3Attention
 from .configuration import FULL_ATTENTION, KimiK3Config
 from .delta_attention import KimiK3DeltaAttention, ShortConvolution
 from .layers import KimiK3MLP, KimiK3RMSNorm
 from .moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoeBlock
+from .parallel_plan import HEAD_SHARDING
 from .residual import MixQuery, Residual, mix, restart
+from .weights import official_state_dict, plan_loading
 
 # Decay per token that fresh KDA channels start with, spread evenly in the logarithm: memories of 1 to 1000 tokens.
 INITIAL_DECAY = (1e-3, 1.0)
@@ -97,6 +103,8 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = True
     _can_record_outputs = {"hidden_states": KimiK3DecoderLayer, "attentions": KimiK3Attention}
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "conv1d", "o_norm", "e_score_correction_bias"]
+    head_sharding = HEAD_SHARDING
     # transformers looks for these two in the source of this very file; attention and experts have files of their own.
     _can_set_attn_implementation_cached_value = True
     _can_set_experts_implementation_cached_value = True
@@ -121,6 +129,50 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         elif isinstance(module, KimiK3Router):
             init.normal_(module.weight, mean=0.0, std=std)
             init.zeros_(module.e_score_correction_bias)
+
+    @property
+    def _checkpoint_root(self) -> str:
+        """Path of this model inside the language model of a checkpoint."""
+        return "" if hasattr(self, self.base_model_prefix) else f"{self.base_model_prefix}."
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        """The step of ``from_pretrained`` that reads tensors (transformers 5.17 and 5.24): here they get our names."""
+        if "disk" in (load_config.device_map or {}).values():
+            raise CheckpointError("device_map sends layers to disk, where fused experts cannot go; use cpu for them")
+        files = [] if state_dict is not None else checkpoint_files
+        if any(not file.endswith(".safetensors") for file in files):
+            raise CheckpointError(f"{files[0]} is not a safetensors file; convert the checkpoint to safetensors")
+        with ExitStack() as stack:
+            entries = dict(state_dict or {})
+            for file in files:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                entries.update((name, opened.get_slice(name)) for name in opened.keys())
+            root = model._checkpoint_root
+            plan = plan_loading(model.state_dict(), entries, root, ignored=("lm_head.",) if root else ())
+            return PreTrainedModel._load_pretrained_model(model, plan, None, load_config, expected_keys)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        expert_format: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save under the official tensor names; ``expert_format="mxfp4"`` quantises the experts, None keeps them.
+
+        Other arguments as in transformers. ``state_dict`` has the names of this model.
+
+        Raises:
+            CheckpointError: an unknown format, or experts that MXFP4 cannot hold.
+        """
+        parameters = self.state_dict() if state_dict is None else state_dict
+        official = official_state_dict(parameters, self._checkpoint_root, expert_format)
+        self.config.expert_format = expert_format
+        super().save_pretrained(
+            save_directory, is_main_process, state_dict=official, save_original_format=False, **kwargs
+        )
 
 
 class KimiK3Model(KimiK3PreTrainedModel):
@@ -161,8 +213,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 returned, concatenated in this order, as ``taps``.
 
         Raises:
-            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``, two caches, a tap layer that is not
-                there, or a cache together with gradient checkpointing.
+            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``, two caches, a cache made without the
+                config, a tap layer that is not there, or a cache together with gradient checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -178,6 +230,11 @@ class KimiK3Model(KimiK3PreTrainedModel):
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        if cache is not None and len(cache.layers) < len(self.layers):
+            raise ValueError(
+                f"the cache has {len(cache.layers)} layers, the model {len(self.layers)}; make it with "
+                "DynamicCache(config=model.config), which tells MLA and KDA layers apart"
+            )
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("gradient checkpointing would update the cache twice; pass use_cache=False and no cache")
 
