@@ -6,15 +6,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import fx, nn
-from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -42,7 +40,6 @@ __all__ = [
     "capture_outputs",
     "functionalise",
     "get_implementations",
-    "make_boxed_func",
     "recurrence_functions",
     "recurrent_state",
     "set_implementations",
@@ -55,11 +52,20 @@ __all__ = [
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def functionalise(module: fx.GraphModule, inputs: list, compiler: Callable) -> None:
-    """Run AOT functionalisation with no decompositions and hand the ATen graph to ``compiler`` (torch 2.11 - 2.13)."""
-    aot_module_simplified(
-        module, inputs, fw_compiler=compiler, decompositions={}, keep_inference_input_mutations=True
-    )
+def functionalise(module: fx.GraphModule) -> fx.GraphModule:
+    """The functional ATen graph of a Dynamo graph, without decompositions, on its own fake tensors.
+
+    One make_fx pass with mutations removed; aot_autograd would run the graph twice and add a runtime wrapper that is of
+    no use here (checked on torch 2.11 - 2.13).
+    """
+    inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+    fake_mode = next(value.fake_mode for value in inputs if isinstance(value, torch.Tensor))
+
+    def run(*arguments):
+        return fx.Interpreter(module).run(*arguments)
+
+    with fake_mode, fx.traceback.preserve_node_meta():
+        return make_fx(torch.func.functionalize(run, remove="mutations"), _allow_non_fake_inputs=True)(*inputs)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Nothing is executed and no state is allocated: the tensors that markers carry fo
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class StepGraph:
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.
         prologue_inputs: placeholders of ``module`` that the prologue takes, in order.
         sites: certified MLA sites, made by the match pass.
+        attention: emitted attention by layer, made by the absorb pass.
         seconds: time per capture stage.
     """
 
@@ -77,14 +79,38 @@ class StepGraph:
     prologue: fx.GraphModule | None = None
     prologue_inputs: list[fx.Node] = field(default_factory=list)
     sites: list = field(default_factory=list)
+    attention: dict[int, object] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    def layers(self) -> list[int]:
-        return sorted({ref.layer for ref in self.states.values()})
+    def copy(self) -> StepGraph:
+        """An independent copy, to lower one captured step in several ways; fake values and constants are shared."""
+        graph, renamed = fx.Graph(), {}
+        output = graph.graph_copy(self.graph, renamed)
+        graph.output(output)
+
+        def renew(value):
+            if isinstance(value, fx.Node):
+                return renamed[value]
+            if dataclasses.is_dataclass(value):
+                return dataclasses.replace(
+                    value, **{f.name: renew(getattr(value, f.name)) for f in dataclasses.fields(value)}
+                )
+            return value
+
+        for old, new in renamed.items():
+            new.meta = dict(old.meta)
+        return StepGraph(
+            fx.GraphModule(self.module, graph),
+            *({renamed[node]: value for node, value in mapping.items()} for mapping in (self.step_inputs, self.states)),
+            *({renamed[node]: value for node, value in mapping.items()} for mapping in (self.constants, self.sizes)),
+            outputs=self.outputs,
+            sites=[renew(site) for site in self.sites],
+            seconds=self.seconds,
+        )
 
 
 class _StandIns:
@@ -276,6 +302,8 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
         options["tap_layers"] = tap_layers
 
     def step(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> tuple[Tensor, ...]:
+        torch._check(input_ids.shape[0] == positions.shape[0])
+        torch._check(input_ids.shape[1] == positions.shape[1])
         out = model(input_ids=input_ids, position_ids=positions.clamp_min(0), logits_to_keep=logit_rows, **options)
         return (out.logits, out.taps) if tap_layers else (out.logits,)
 
@@ -283,11 +311,10 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
     for name, tensor in stand_ins.inputs.items():
         for dim in range(tensor.dim()):
             torch._dynamo.mark_dynamic(tensor, dim)
-    started = time.perf_counter()
     with torch.no_grad(), _patched(model, current):
         graph_module, arguments, seconds = _trace(step, example, type(model).__name__)
     graph = _describe(graph_module, arguments, stand_ins, ("logits", "taps") if tap_layers else ("logits",))
-    graph.seconds = {"dynamo": seconds["backend"] - started, "aot": seconds["aot"]}
+    graph.seconds = seconds
     _check_markers(graph, layer_types, type(model).__name__)
     return graph
 
@@ -309,14 +336,11 @@ def _trace(step: Callable, example: list[Tensor], name: str) -> tuple[fx.GraphMo
     found: dict[str, object] = {}
     seconds: dict[str, float] = {}
 
-    def keep(graph_module: fx.GraphModule, _):
-        found["module"] = graph_module
-        return _compat.make_boxed_func(graph_module.forward)
-
     def backend(graph_module: fx.GraphModule, inputs: list):
-        seconds["backend"] = time.perf_counter()
-        _compat.functionalise(graph_module, inputs, keep)
-        seconds["aot"] = time.perf_counter() - seconds["backend"]
+        dynamo_done = time.perf_counter()
+        seconds["dynamo"] = dynamo_done - started
+        found["module"] = _without_asserts(_compat.functionalise(graph_module))
+        seconds["functionalise"] = time.perf_counter() - dynamo_done
 
         def stop(*arguments):
             found["arguments"] = list(arguments)
@@ -325,6 +349,7 @@ def _trace(step: Callable, example: list[Tensor], name: str) -> tuple[fx.GraphMo
         return stop
 
     torch._dynamo.reset()
+    started = time.perf_counter()
     try:
         torch.compile(step, backend=backend, fullgraph=True)(*example)
     except _Captured:
@@ -339,6 +364,14 @@ def _trace(step: Callable, example: list[Tensor], name: str) -> tuple[fx.GraphMo
     finally:
         torch._dynamo.reset()
     raise CaptureError(f"{name}: tracing produced no graph")
+
+
+def _without_asserts(module: fx.GraphModule) -> fx.GraphModule:
+    """Drop size assertions: the step's inputs are made by this package, which keeps their sizes equal."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    return module
 
 
 def _describe(module: fx.GraphModule, arguments: list, stand_ins: _StandIns, outputs: tuple[str, ...]) -> StepGraph:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimize() and unoptimize()."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from .compiler import CompileReport, compile_model
+from .config import DCPConfig
+from .errors import UnsupportedModelError
+from .generation.patch import attach, detach
+from .parallel import ParallelLayout, parallel_layout
+from .parallel.agreement import check_agreement, weights_fingerprint
+from .parallel.heads import ShardedHeads, shard_heads
+from .passes.fingerprint import graph_fingerprint
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """What optimize() left on a model."""
+
+    config: DCPConfig
+    parallel: ParallelLayout
+    report: CompileReport
+    heads: ShardedHeads | None
+
+
+def optimize(
+    model: PreTrainedModel, dcp_size: int | None = None, backend: str = "auto", config: DCPConfig | None = None
+) -> PreTrainedModel:
+    """Compile the decode path of ``model`` and route its ``generate()`` through it.
+
+    The model is traced, its MLA attention rewritten to run in the latent space over a paged cache sharded by token over
+    ``dcp_size`` ranks, and its class replaced by a subclass whose generate() uses the result. forward() is untouched.
+    Under torchrun every rank calls this with the same model and settings.
+
+    Args:
+        model: a Hugging Face causal LM with multi-head latent attention, in eval mode on one device.
+        dcp_size: ranks of the DCP group; None = config's, else all tensor-parallel ranks, else 1.
+        backend: attention backend, or "auto".
+        config: all other settings.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError, CaptureError, MatchError: the model cannot be optimised; it is unchanged.
+        ConfigError, BackendError: the settings cannot be met; the model is unchanged.
+        RankError: the ranks hold different models or settings.
+    """
+    settings = config or DCPConfig()
+    if dcp_size is not None:
+        settings = settings.replace(dcp_size=dcp_size)
+    if backend != "auto":
+        settings = settings.replace(backend=backend)
+    _check_model(model)
+    parallel = parallel_layout(settings, next(model.parameters()).device)
+    facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
+    check_agreement(parallel, {**facts, "model class": type(model).__name__, "weights": weights_fingerprint(model)})
+
+    heads = shard_heads(model, parallel) if parallel.heads_sharded else None
+    try:
+        engine, report = compile_model(model, settings, parallel)
+        check_agreement(parallel, {"graph": graph_fingerprint(report.graph)})
+    except BaseException:
+        if heads is not None:
+            heads.restore()
+        raise
+    attach(model, engine)
+    model._dcp = Optimized(settings, parallel, report, heads)
+    return model
+
+
+def unoptimize(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo :func:`optimize`: class, generate() and weights are what they were. Returns the same object."""
+    optimized = model.__dict__.pop("_dcp", None)
+    if optimized is None:
+        raise UnsupportedModelError(f"{type(model).__name__} is not optimised; there is nothing to undo")
+    detach(model)
+    if optimized.heads is not None:
+        optimized.heads.restore()
+    return model
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model with generate()")
+    if "_dcp" in model.__dict__:
+        raise UnsupportedModelError(f"{type(model).__name__} is optimised already; call unoptimize() first")
+    if model.training:
+        raise UnsupportedModelError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} lies on {', '.join(devices)}; load it whole on one real device per rank "
+            "(no device_map over several devices)"
+        )

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a captured model to an engine: choose the backend, run the passes, allocate state, lower."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import backends
+from .backends import AttentionRequirements, BackendChoice
+from .cache import PagePool, SlotPool
+from .capture import StepGraph, capture
+from .config import DCPConfig
+from .errors import UnsupportedModelError
+from .lower import allocate_states, lower_eager
+from .parallel import ParallelLayout
+from .passes import PASSES, PassContext, PassResult, run_passes
+from .runtime.engine import Engine, table_columns
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compilation did, for :func:`dcp_compile.explain`.
+
+    Attributes:
+        graph: the step graph as rewritten. passes: one record per pass.
+        choice: the attention backend. requirements: what it was asked for.
+    """
+
+    graph: StepGraph
+    passes: list[PassResult]
+    choice: BackendChoice
+    requirements: AttentionRequirements
+
+
+def compile_model(model: nn.Module, config: DCPConfig, parallel: ParallelLayout) -> tuple[Engine, CompileReport]:
+    """Trace and rewrite ``model`` and bind the result to freshly allocated caches.
+
+    Raises:
+        CaptureError, MatchError: the model cannot be compiled; nothing was changed.
+        BackendError: no attention backend can serve it; the reasons are listed.
+    """
+    device = next(model.parameters()).device
+    captured = capture(model)
+    context = _context(config, parallel)
+    matched = run_passes(captured, context, PASSES[:1])
+    if not captured.sites:
+        raise UnsupportedModelError(f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for")
+    requirements = _requirements(captured, config, parallel, device)
+    choice = backends.select_backend(requirements, config.backend)
+    context = dataclasses.replace(context, backend=choice.name)
+
+    graphs = {}
+    for verify in (False, True) if config.num_speculative_tokens else (False,):
+        graphs[verify] = captured.copy()
+        rewritten = run_passes(graphs[verify], dataclasses.replace(context, verify=verify), PASSES[1:])
+        if not verify:
+            matched += rewritten
+    states = allocate_states(list(graphs.values()))
+    programs = {verify: lower_eager(graph, states) for verify, graph in graphs.items()}
+    logits = next(node for node in reversed(captured.graph.nodes) if node.op == "output").args[0][0]
+    engine = Engine(
+        config=config,
+        parallel=parallel,
+        step=programs[False],
+        verify=programs.get(True),
+        states=states,
+        vocab_size=int(logits.meta["val"].shape[-1]),
+        device=device,
+        pages=PagePool(context.pages),
+        slots=SlotPool(context.state_slots),
+    )
+    return engine, CompileReport(graphs[False], matched, choice, requirements)
+
+
+def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
+    return PassContext(
+        rank=parallel.dcp_rank,
+        dcp_size=parallel.dcp_size,
+        interleave=config.kv_interleave,
+        block_size=config.block_size,
+        pages=1 + config.max_batch_size * table_columns(config, parallel.dcp_size),
+        state_slots=config.max_batch_size,
+        verify_rows=config.num_speculative_tokens + 1,
+        layout=config.decode_layout,
+        group=parallel.dcp_group.group_name if parallel.dcp_group is not None else None,
+        heads_sharded=parallel.heads_sharded,
+    )
+
+
+def _requirements(
+    graph: StepGraph, config: DCPConfig, parallel: ParallelLayout, device: torch.device
+) -> AttentionRequirements:
+    """What the model's attention needs, by its shapes."""
+    site = graph.sites[0]
+    query = site.query.meta["val"]
+    return AttentionRequirements(
+        device_type=device.type,
+        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        query_dtype=query.dtype,
+        kv_dtype=query.dtype,
+        latent=site.latent_dim,
+        rope=site.rope_dim,
+        heads=site.heads * (parallel.dcp_size if parallel.heads_sharded else 1),
+        page_size=config.block_size,
+        layout=config.decode_layout,
+        dcp_size=parallel.dcp_size,
+        interleave=config.kv_interleave,
+        causal=True,
+        query_rows=config.num_speculative_tokens + 1,
+        ragged=config.num_speculative_tokens > 0,
+        cuda_graphs=device.type == "cuda" and config.cuda_graphs is not False,
+    )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a rewritten step graph to a callable on step inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from .capture import StateRef, StepGraph
+
+StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
+"""``program(step inputs by name) -> graph outputs``; writes land in the state tensors it was bound to."""
+
+
+def allocate_states(graphs: list[StepGraph], kv_cache_dtype: torch.dtype | None = None) -> dict[StateRef, Tensor]:
+    """Zeroed tensors for every state input of the graphs, in the shapes the passes gave them.
+
+    Args:
+        kv_cache_dtype: element type of the KV caches; None keeps the model's.
+    """
+    states: dict[StateRef, Tensor] = {}
+    for graph in graphs:
+        for node, ref in graph.states.items():
+            fake = node.meta["val"]
+            if ref not in states:
+                dtype = kv_cache_dtype if kv_cache_dtype and ref.kind == "kv_cache" else fake.dtype
+                states[ref] = torch.zeros(tuple(fake.shape), dtype=dtype, device=fake.device)
+    return states
+
+
+def lower_eager(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProgram:
+    """Run prologue and body node by node, without compilation: the default on a CPU."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    readers = [_reader(graph, node, states) for node in placeholders if node in _known(graph)]
+    prologue_readers = [_reader(graph, node, states) for node in graph.prologue_inputs]
+    prologue, body = graph.prologue, graph.module
+
+    def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            metadata = prologue(*[read(inputs) for read in prologue_readers])
+            return body(*[read(inputs) for read in readers], *metadata)
+
+    return run
+
+
+def _known(graph: StepGraph) -> set[fx.Node]:
+    return {*graph.step_inputs, *graph.states, *graph.constants, *graph.sizes}
+
+
+def _reader(graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]) -> Callable[[Mapping[str, Tensor]], object]:
+    """How one graph input is obtained from the step inputs."""
+    if node in graph.step_inputs:
+        name = graph.step_inputs[node]
+        return lambda inputs: inputs[name]
+    if node in graph.sizes:
+        source, dim = graph.sizes[node]
+        return lambda inputs: inputs[source].shape[dim]
+    tensor = states[graph.states[node]] if node in graph.states else graph.constants[node]
+    return lambda inputs: tensor

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups, agreement between ranks, and sharding of attention heads."""
+
+from .groups import ParallelLayout, parallel_layout
+
+__all__ = ["ParallelLayout", "parallel_layout"]

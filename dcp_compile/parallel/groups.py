@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank belongs to which group.
+
+The ranks of a DCP group are consecutive. With tensor parallelism they are consecutive ranks of one tensor-parallel
+group, so that gathered heads come in the order of the output projection's shards. Ranks beyond one group form further,
+independent replicas.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DCPConfig
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """This rank's place.
+
+    Attributes:
+        tp_size, tp_rank: tensor parallelism (1, 0 without). dcp_size, dcp_rank: decode context parallelism.
+        tp_group, dcp_group: process groups, None where the size is 1.
+        replica: group of all ranks that work on the same requests, None for one rank.
+        leader: global rank that decides for the replica.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    dcp_group: dist.ProcessGroup | None = None
+    replica: dist.ProcessGroup | None = None
+    leader: int = 0
+
+    @property
+    def is_leader(self) -> bool:
+        return self.replica is None or dist.get_rank() == self.leader
+
+    @property
+    def heads_sharded(self) -> bool:
+        return self.tp_size > 1
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's value of ``tensor`` on every rank of the replica."""
+        if self.replica is None:
+            return tensor
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=self.leader, group=self.replica)
+        return tensor
+
+
+def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
+    """Create the groups of ``config``; every rank must call it.
+
+    The default process group is initialised from torchrun's environment when the program has not done so.
+
+    Raises:
+        ConfigError: the number of ranks does not fit tp_size and dcp_size.
+    """
+    tp_size = config.tp_size
+    dcp_size = config.dcp_size if config.dcp_size is not None else tp_size
+    size = max(tp_size, dcp_size)
+    if size == 1:
+        return ParallelLayout()
+    _initialise(size, device, config.timeout)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world % size:
+        raise ConfigError(
+            f"tp_size={tp_size} and dcp_size={dcp_size} need a multiple of {size} ranks, but {world} are running; "
+            f"start the program with torchrun --nproc-per-node {size}"
+        )
+    timeout = timedelta(seconds=config.timeout)
+    return ParallelLayout(
+        tp_size=tp_size,
+        tp_rank=rank % tp_size,
+        dcp_size=dcp_size,
+        dcp_rank=rank % dcp_size,
+        tp_group=_own_group(tp_size, timeout),
+        dcp_group=_own_group(dcp_size, timeout),
+        replica=_own_group(size, timeout),
+        leader=rank // size * size,
+    )
+
+
+def _initialise(size: int, device: torch.device, timeout: float) -> None:
+    if dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) < size:
+        raise ConfigError(
+            f"{size} ranks are needed but this program runs as one process; start it with torchrun --nproc-per-node {size}"
+        )
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+
+
+def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """This rank's group of ``size`` consecutive ranks. Every rank creates every group, as the library requires."""
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            own = group
+    return own

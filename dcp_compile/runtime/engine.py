@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: compiled step programs, the state they write to, and who may use which part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache import PagePool, SlotPool
+from ..capture import StateRef
+from ..config import DCPConfig
+from ..errors import CapacityError
+from ..layout import pages_needed
+from ..lower import StepProgram
+from ..parallel import ParallelLayout
+from .session import Session
+
+
+@dataclass
+class Engine:
+    """Everything a generation needs.
+
+    Attributes:
+        step: program that commits every row. verify: program that leaves its rows pending, None without speculation.
+        states: KV caches and recurrent states by layer.
+        vocab_size: of the logits.
+    """
+
+    config: DCPConfig
+    parallel: ParallelLayout
+    step: StepProgram
+    verify: StepProgram | None
+    states: Mapping[StateRef, Tensor]
+    vocab_size: int
+    device: torch.device
+    pages: PagePool
+    slots: SlotPool
+
+    @property
+    def max_query_rows(self) -> int:
+        """Most rows per request that one verify step takes."""
+        return self.config.num_speculative_tokens + 1 if self.verify is not None else 1
+
+    @property
+    def columns(self) -> int:
+        """Width of a block table."""
+        return table_columns(self.config, self.parallel.dcp_size)
+
+    def open(self, batch: int, max_length: int) -> Session:
+        """Reserve pages and state slots for ``batch`` requests of up to ``max_length`` tokens each.
+
+        Raises:
+            CapacityError: over max_batch_size or max_seq_len, or the pools are in use. Nothing is reserved then.
+        """
+        config = self.config
+        if not 1 <= batch <= config.max_batch_size:
+            raise CapacityError(
+                f"a batch of {batch} does not fit: max_batch_size is {config.max_batch_size}; "
+                "call optimize() with a larger max_batch_size, or split the batch"
+            )
+        if max_length > config.max_seq_len:
+            raise CapacityError(
+                f"{max_length} tokens (prompt and new tokens) do not fit: max_seq_len is {config.max_seq_len}; "
+                "call optimize() with a larger max_seq_len, or ask for fewer new tokens"
+            )
+        each = pages_needed(max_length + self.max_query_rows - 1, config.block_size, self.parallel.dcp_size)
+        if self.slots.available < batch:
+            self.slots.take(batch)  # raises, naming the free count
+        pages = self.pages.take(batch * each)
+        slots = self.slots.take(batch)
+        self._reset(slots)
+        table = torch.zeros(batch, self.columns, dtype=torch.int32)
+        table[:, :each] = torch.tensor(pages, dtype=torch.int32).view(batch, each)
+        return Session(self, table.to(self.device), pages, slots)
+
+    def _reset(self, slots: list[int]) -> None:
+        """A new sequence starts from zero recurrent state."""
+        index = torch.tensor(slots, device=self.device)
+        for ref, tensor in self.states.items():
+            if ref.kind in ("state", "conv_state"):
+                tensor[index] = 0
+
+
+def table_columns(config: DCPConfig, dcp_size: int) -> int:
+    """Block-table columns of the longest request, speculative look-ahead included."""
+    return pages_needed(config.max_seq_len + config.num_speculative_tokens, config.block_size, dcp_size)

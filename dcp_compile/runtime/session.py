@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One generation on an engine: its requests' pages, lengths and pending rows, and the steps that move them forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Session:
+    """The requests of one generate() call. Use as a context manager; closing returns pages and state slots.
+
+    Attributes:
+        lengths: committed tokens of every request.
+    """
+
+    def __init__(self, engine: Engine, block_table: Tensor, pages: list[int], slots: list[int]):
+        batch = len(slots)
+        self.engine = engine
+        self.lengths = [0] * batch
+        self._block_table = block_table
+        self._pages, self._slots = pages, slots
+        self._state_slots = torch.tensor(slots, dtype=torch.int32, device=engine.device)
+        self._accepted = [0] * batch
+        self._verifying: list[int] | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return pages and state slots. Closing twice does nothing."""
+        self.engine.pages.give_back(self._pages)
+        self.engine.slots.give_back(self._slots)
+        self._pages, self._slots = [], []
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank decides sampled ids and stops, and streams."""
+        return self.engine.parallel.is_leader
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's value of ``tensor`` on every rank."""
+        return self.engine.parallel.broadcast(tensor)
+
+    def prefill(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Process the prompts ``[len_b]``; returns logits after each prompt's last token, ``[B, V]`` float32.
+
+        All requests advance together in chunks of ``prefill_chunk`` columns. Prompts are aligned at their ends, so the
+        shorter ones have padded rows in the first chunks.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        chunk = self.engine.config.prefill_chunk
+        logits = None
+        for start in range(0, longest, chunk):
+            stop = min(start + chunk, longest)
+            pieces = []
+            for prompt in prompts:
+                shift = longest - len(prompt)
+                pieces.append(prompt[max(start - shift, 0) : max(stop - shift, 0)])
+            logits = self._commit_step(pieces, stop - start)
+        return logits
+
+    def decode(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """Append one token to every active request; returns ``[B, V]`` float32 (zeros for the inactive ones)."""
+        if any(self._accepted):
+            counts = [int(is_active) for is_active in active]
+            logits = self.verify(tokens[:, None], counts)[:, 0]
+            self.commit(counts)
+            return logits
+        pieces = [tokens[row : row + 1] if is_active else tokens[:0] for row, is_active in enumerate(active)]
+        logits = self._commit_step(pieces, 1)
+        return torch.where(torch.tensor(list(active), device=logits.device)[:, None], logits, 0.0)
+
+    def verify(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run ``counts[b]`` tokens of each request without committing them; logits ``[B, S, V]`` float32.
+
+        Args:
+            tokens: ``[B, S]``; row b's first ``counts[b]`` columns are real, the others are ignored.
+
+        Raises:
+            ValueError: more rows than a verify step takes, or the previous verify was not committed.
+        """
+        rows = tokens.shape[1]
+        if self.engine.verify is None or rows > self.engine.max_query_rows:
+            raise ValueError(
+                f"{rows} rows per request do not fit a verify step of at most {self.engine.max_query_rows}; "
+                "call optimize() with a larger num_speculative_tokens"
+            )
+        if self._verifying is not None:
+            raise ValueError("the previous verify step was not committed; call commit() first")
+        count = torch.tensor(list(counts), device=tokens.device)[:, None]
+        column = torch.arange(rows, device=tokens.device)
+        starts = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        positions = torch.where(column < count, starts + column, -1)
+        logits = self._run(self.engine.verify, tokens, positions, list(range(rows)))
+        self._accepted = [0] * len(self.lengths)
+        self._verifying = list(counts)
+        return logits
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Keep the first ``kept[b]`` rows of the last verify step; the rest is overwritten by what comes next."""
+        if self._verifying is None:
+            raise ValueError("nothing to commit: call verify() first")
+        for row, (keep, count) in enumerate(zip(kept, self._verifying)):
+            if not 0 <= keep <= count:
+                raise ValueError(f"request {row}: cannot keep {keep} of {count} verified rows")
+        self._accepted = list(kept)
+        self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
+        self._verifying = None
+
+    def _commit_step(self, pieces: Sequence[Tensor], width: int) -> Tensor:
+        """Append the pieces, aligned at the right edge of ``width`` columns; logits of the last column ``[B, V]``."""
+        batch = len(pieces)
+        tokens = torch.zeros(batch, width, dtype=torch.int64)
+        positions = torch.full((batch, width), -1, dtype=torch.int64)
+        for row, piece in enumerate(pieces):
+            count = len(piece)
+            if count:
+                tokens[row, width - count :] = piece
+                positions[row, width - count :] = torch.arange(self.lengths[row], self.lengths[row] + count)
+        logits = self._run(self.engine.step, tokens, positions, [width - 1])
+        self.lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces)]
+        return logits[:, 0]
+
+    def _run(self, program, tokens: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
+        device = self.engine.device
+        inputs = {
+            "input_ids": tokens.to(device),
+            "positions": positions.to(device),
+            "logit_rows": torch.tensor(logit_rows, device=device),
+            "block_table": self._block_table,
+            "prefix_lengths": torch.tensor(self.lengths, device=device),
+            "state_slots": self._state_slots,
+            "accepted": torch.tensor(self._accepted, dtype=torch.int32, device=device),
+        }
+        return program(inputs)[0].float()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replace each certified attention by its absorbed form over the paged latent cache.
+
+Instead of expanding every cached latent to keys and values, the query is taken to the latent space and the output back:
+``q_latent = q_nope W_uk``, attention over ``[latent | rope]``, ``out W_uv``. W_uk and W_uv are views of the up-projection
+parameter, so no weight is copied. Metadata operators are emitted naively here, per layer; the hoist pass shares them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dcp_compile.capture import StepGraph
+from dcp_compile.errors import InvariantError
+
+from .attention import Attention, emit_attention
+from .context import PassContext, PassResult
+from .graph_tools import MARKERS, Emitter, aten, cone, dcp, erase_unused, nodes_of, value
+from .match_mla import MLASite
+
+
+def run(graph: StepGraph, context: PassContext) -> PassResult:
+    """Rewrite every site; ``graph.attention`` then holds the emitted attention calls by layer."""
+    waiting = [site for site in graph.sites if site.layer not in graph.attention]
+    for site in waiting:
+        _describe_pool(site, context)
+        graph.attention[site.layer] = _absorb(graph, site, context)
+    recurrent = {dcp.mark_conv.default, dcp.mark_recurrence.default}
+    left = [node.name for node in nodes_of(graph.graph, *(MARKERS - recurrent))]
+    if left:
+        raise InvariantError(f"absorb_mla: marker operators left: {left}")
+    return PassResult("absorb_mla", len(waiting))
+
+
+def check(graph: StepGraph, context: PassContext) -> None:
+    """No attention or cache marker is left, every site has its attention call, and nothing expands latents any more."""
+    if sorted(graph.attention) != [site.layer for site in graph.sites]:
+        raise InvariantError(f"absorb_mla: attention emitted for layers {sorted(graph.attention)}")
+    for site in graph.sites:
+        users = [user for user in site.weight.users if user.target is not aten.view.default]
+        if users:
+            raise InvariantError(f"absorb_mla: {site.where} still reads its up-projection through {users}")
+
+
+def _describe_pool(site: MLASite, context: PassContext) -> None:
+    """Give the cache input the shape of the pool it will receive."""
+    stand_in = value(site.kv_cache)
+    with stand_in.fake_mode:
+        site.kv_cache.meta["val"] = stand_in.new_empty(context.pages, context.block_size, site.latent_dim + site.rope_dim)
+
+
+def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
+    nodes = graph.graph
+    dead, _ = cone([site.key, site.value], [site.latent_new, site.rope_new])
+    emit = Emitter(nodes, like=site.attention)
+    heads, split = site.heads, site.nope_dim + site.value_dim
+    with nodes.inserting_before(site.attention):
+        per_head = emit(aten.view.default, site.weight, [heads, split, site.latent_dim])
+        w_uk = emit(aten.slice.Tensor, per_head, 1, 0, site.nope_dim)
+        w_uv = emit(aten.slice.Tensor, per_head, 1, site.nope_dim, split)
+
+        def rows(part: fx.Node) -> fx.Node:  # [B, H, S, d] -> [H, T, d]
+            return emit(aten.reshape.default, emit(aten.permute.default, part, [1, 0, 2, 3]), [heads, -1, value(part).shape[3]])
+
+        q_nope = rows(emit(aten.slice.Tensor, site.query, 3, 0, site.nope_dim))
+        q_rope = rows(emit(aten.slice.Tensor, site.query, 3, site.nope_dim, site.nope_dim + site.rope_dim))
+        q_latent = emit(aten.permute.default, emit(aten.bmm.default, q_nope, w_uk), [1, 0, 2])  # [T, H, R]
+        q_rope = emit(aten.permute.default, q_rope, [1, 0, 2])
+        attention = emit_attention(emit, site, context, q_latent, q_rope)
+
+        out = emit(aten.permute.default, attention.out, [1, 0, 2])  # [H, T, R]
+        out = emit(aten.bmm.default, out, emit(aten.permute.default, w_uv, [0, 2, 1]))  # [H, T, Dv]
+        out = emit(aten.permute.default, out, [1, 0, 2])
+        # The marker's fake output is contiguous, and the model may view it: the replacement must be, too.
+        out = emit(aten.clone.default, out, memory_format=torch.contiguous_format)
+        batch = emit(aten.sym_size.int, site.query, 0)
+        length = emit(aten.sym_size.int, site.query, 2)
+        out = emit(aten.view.default, out, [batch, length, heads, site.value_dim])
+    _check_same(site, out)
+    site.attention.replace_all_uses_with(out)
+    nodes.erase_node(site.attention)
+    erase_unused(nodes, dead | {site.marker} | set(site.marker.users))
+    return attention
+
+
+def _check_same(site: MLASite, out: fx.Node) -> None:
+    wanted, found = value(site.attention), value(out)
+    if (wanted.shape, wanted.dtype) != (found.shape, found.dtype) or not found.is_contiguous():
+        raise InvariantError(
+            f"absorb_mla: {site.where}: the absorbed output is {found.dtype} {tuple(found.shape)} with strides "
+            f"{found.stride()}, the model's was {wanted.dtype} {tuple(wanted.shape)}"
+        )
+
+

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emitting one layer's partial attention in the chosen decode layout."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from .context import PassContext
+from .graph_tools import Emitter, aten, dcp
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one layer as emitted.
+
+    Attributes:
+        q_latent, q_rope: its queries ``[T, H, R]``, ``[T, H, rope]``.
+        out, lse: its results ``[T, H, R]``, ``[T, H]``.
+        calls: every node emitted for it, in order.
+    """
+
+    q_latent: fx.Node
+    q_rope: fx.Node
+    out: fx.Node
+    lse: fx.Node
+    calls: tuple[fx.Node, ...]
+
+
+def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node, q_rope: fx.Node) -> Attention:
+    """Attention of ``site`` over this rank's pages.
+
+    flattened: every row is on its own, with its own bound. split: all rows of a request share one bound over the prefix
+    of final tokens, a small second call covers the rest, and the two merge by their LSE.
+    """
+    place = (context.rank, context.dcp_size, context.interleave)
+    calls: list[fx.Node] = []
+
+    def add(target, *args) -> fx.Node:
+        calls.append(emit(target, *args))
+        return calls[-1]
+
+    def pair(target, *args) -> tuple[fx.Node, fx.Node]:
+        both = add(target, *args)
+        return add(operator.getitem, both, 0), add(operator.getitem, both, 1)
+
+    query = (q_latent, q_rope, site.kv_cache, site.block_table)
+    requests = add(dcp.row_requests.default, site.positions)
+    bounds = add(dcp.row_bounds.default, site.positions, *place)
+    if context.layout == "flattened":
+        out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, site.scale, context.backend)
+    else:
+        prefix = add(dcp.prefix_bounds.default, site.prefix_lengths, *place)
+        parts = [
+            pair(dcp.mla_prefix.default, *query, prefix, site.scale, context.backend),
+            pair(dcp.mla_tail.default, *query, requests, prefix, bounds, site.scale, context.backend),
+        ]
+        outs = add(aten.stack.default, [part[0] for part in parts])
+        lses = add(aten.stack.default, [part[1] for part in parts])
+        out, lse = pair(dcp.merge_partials.default, outs, lses)
+    return Attention(q_latent, q_rope, out, lse, tuple(calls))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pass is told, and what it reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Settings all passes share.
+
+    Attributes:
+        rank, dcp_size, interleave: this rank's place in the token layout.
+        block_size, pages: tokens per page and pages of one rank's pool (page 0 is the null page).
+        state_slots: sequences that hold recurrent state at once.
+        verify_rows: rows a verify step may leave pending (M).
+        verify: lower recurrent layers to their verify form.
+        layout: "split" or "flattened".
+        backend: name of the attention backend.
+        group: name of the DCP process group; None when dcp_size is 1.
+        heads_sharded: each rank of the group holds its own query heads, else every rank holds all of them.
+    """
+
+    rank: int = 0
+    dcp_size: int = 1
+    interleave: int = 1
+    block_size: int = 64
+    pages: int = 2
+    state_slots: int = 1
+    verify_rows: int = 1
+    verify: bool = False
+    layout: str = "split"
+    backend: str = "torch"
+    group: str | None = None
+    heads_sharded: bool = False
+
+
+@dataclass
+class PassResult:
+    """What one pass did.
+
+    Attributes:
+        name: of the pass. matches: sites it rewrote.
+        before, after: calls per operator around it (prologue included).
+        seconds: its run time, checks excluded.
+    """
+
+    name: str
+    matches: int
+    before: Counter[str] = field(default_factory=Counter)
+    after: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0

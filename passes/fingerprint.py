@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A digest of a rewritten graph, equal on all ranks that will issue the same operators in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+
+from dcp_compile.capture import StepGraph
+
+from .graph_tools import METADATA
+
+
+def graph_fingerprint(graph: StepGraph) -> str:
+    """Digest of every call in order; the rank number, which metadata operators carry, is left out."""
+    digest = hashlib.sha256()
+    for part in (graph.prologue.graph, graph.graph):
+        numbers = {node: index for index, node in enumerate(part.nodes)}
+        for node in part.nodes:
+            operands = [numbers[operand] for operand in node.all_input_nodes]
+            literal = "" if node.target in METADATA else repr([a for a in node.args if not hasattr(a, "op")])
+            digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode())
+    return digest.hexdigest()[:16]
