@@ -122,33 +122,38 @@ class K3DSparkConfig(PreTrainedConfig):
         if found != cls.model_type:
             raise ConfigError(
                 f"model_type is {found!r} (architectures {config_dict.get('architectures')}) but K3DSparkConfig reads "
-                f"{cls.model_type!r}; a draft with grouped-query attention (DSparkDraftModel) is another network"
+                f"{cls.model_type!r}; load_draft picks the model that fits a checkpoint"
             )
         return super().from_dict(config_dict, **kwargs)
 
     def check_target(self, target: PreTrainedConfig) -> None:
         """Raise ConfigError unless `target` (a composite config is unwrapped) is the model this draft was made for."""
-        target = target.get_text_config()
-        for own, theirs in (
-            ("vocab_size", "vocab_size"),
-            ("target_hidden_size", "hidden_size"),
-            ("target_num_hidden_layers", "num_hidden_layers"),
-        ):
-            if getattr(self, own) != getattr(target, theirs):
-                raise ConfigError(
-                    f"the draft has {own}={getattr(self, own)} but the target has {theirs}={getattr(target, theirs)}; "
-                    "use the draft that was trained for this target"
-                )
+        check_target(
+            {
+                "vocab_size": self.vocab_size,
+                "hidden_size": self.target_hidden_size,
+                "num_hidden_layers": self.target_num_hidden_layers,
+            },
+            target,
+        )
+
+
+def check_target(expected: dict[str, int], target: PreTrainedConfig) -> None:
+    """Raise ConfigError unless the target's config has the expected values."""
+    for key, value in expected.items():
+        found = getattr(target.get_text_config(), key)
+        if found != value:
+            raise ConfigError(
+                f"the draft was made for a target with {key}={value}, this one has {found}; "
+                "use the draft that was trained for this target"
+            )
 
 
 def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
     """Raise ConfigError for the first setting that is out of range or belongs to another layout."""
     if config.architectures != ["K3DSparkModel"]:
         raise ConfigError(f"architectures is {config.architectures}, expected ['K3DSparkModel']: this is another network")
-    for key, inert in _INERT.items():
-        value = getattr(config, key, inert)
-        if value != inert:
-            raise ConfigError(f"{key}={value!r} selects a draft layout this model does not implement; it needs {inert!r}")
+    check_layout(config, _INERT)
     if config.q_lora_rank is None:
         raise ConfigError("q_lora_rank is None: a draft without a query down-projection is another layout")
     for key in (
@@ -177,6 +182,21 @@ def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
             f"num_key_value_heads={config.num_key_value_heads} differs from num_attention_heads="
             f"{config.num_attention_heads}: grouped-query drafts are another network"
         )
+    if config.num_target_layers != len(config.target_layer_ids):
+        raise ConfigError(
+            f"num_target_layers={config.num_target_layers} must be the number of target_layer_ids, "
+            f"{len(config.target_layer_ids)} (the depth of the target is target_num_hidden_layers)"
+        )
+    check_taps(config.target_layer_ids, config.target_num_hidden_layers)
+    check_rope(config.rope_parameters, outer_theta)
+
+
+def check_layout(config: PreTrainedConfig, inert: dict[str, Any]) -> None:
+    """Raise ConfigError for a switch that is set to another layout, and for the settings all drafts share."""
+    for key, value in inert.items():
+        found = getattr(config, key, value)
+        if found != value:
+            raise ConfigError(f"{key}={found!r} selects a draft layout this model does not implement; it needs {value!r}")
     if config.draft_vocab_size != config.vocab_size:
         raise ConfigError(
             f"draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}: "
@@ -186,21 +206,6 @@ def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
         raise ConfigError(f"mask_token_id={config.mask_token_id} is outside [0, vocab_size={config.vocab_size})")
     if config.tie_word_embeddings:
         raise ConfigError("tie_word_embeddings=True: the draft has no output head of its own to tie")
-    _check_taps(config)
-    _check_rope(config.rope_parameters, outer_theta)
-
-
-def _check_taps(config: K3DSparkConfig) -> None:
-    taps, depth = config.target_layer_ids, config.target_num_hidden_layers
-    if not taps or any(not isinstance(tap, int) for tap in taps) or taps != sorted(set(taps)):
-        raise ConfigError(f"target_layer_ids={taps} must be distinct layer numbers in ascending order")
-    if taps[0] < 0 or taps[-1] >= depth:
-        raise ConfigError(f"target_layer_ids={taps} must lie in [0, target_num_hidden_layers={depth})")
-    if len(taps) != config.num_target_layers:
-        raise ConfigError(
-            f"num_target_layers={config.num_target_layers} must be the number of target_layer_ids, {len(taps)} "
-            "(the depth of the target is target_num_hidden_layers)"
-        )
     nested = getattr(config, "dflash_config", None) or {}
     for key in ("target_layer_ids", "mask_token_id"):
         if key in nested and nested[key] != getattr(config, key):
@@ -210,7 +215,16 @@ def _check_taps(config: K3DSparkConfig) -> None:
         raise ConfigError(f"layer_types contains {sliding[0]!r}; every layer of this draft is full_attention")
 
 
-def _check_rope(rope: dict, outer_theta: float | None) -> None:
+def check_taps(taps: list[int], depth: int) -> None:
+    """Raise ConfigError unless the taps are distinct ascending layers of a target with `depth` layers."""
+    if not taps or any(not isinstance(tap, int) for tap in taps) or taps != sorted(set(taps)):
+        raise ConfigError(f"target_layer_ids={taps} must be distinct layer numbers in ascending order")
+    if taps[0] < 0 or taps[-1] >= depth:
+        raise ConfigError(f"target_layer_ids={taps} must lie within the {depth} layers of the target, from 0 on")
+
+
+def check_rope(rope: dict, outer_theta: float | None) -> None:
+    """Raise ConfigError unless `rope` is plain or YaRN with known keys; outer_theta is a rope_theta beside it."""
     kind = rope.get("rope_type")
     allowed = {"default": {"rope_type", "rope_theta"}, "yarn": _YARN_KEYS}
     if kind not in allowed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding of the K3 DSpark draft: interleaved pairs, YaRN or plain frequencies, float32 tables."""
+"""Rotary position embedding of the DSpark drafts: YaRN or plain frequencies, float32 tables."""
 
 import math
 
@@ -52,10 +52,20 @@ def softmax_scale(qk_head_dim: int, rope: dict) -> float:
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x_2i, x_2i+1) of `x` [B, H, S, D] by the angles whose cos and sin are [B, S, D/2], in float32."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
+    """Rotate the pairs (x_2i, x_2i+1) of `x` [B, H, S, D] by the angles whose cos and sin are [B, S, D/2].
+
+    Computed in float32 (float64 stays float64).
+    """
+    cos, sin, wide = cos.unsqueeze(1), sin.unsqueeze(1), x.to(torch.promote_types(x.dtype, cos.dtype))
+    even, odd = wide[..., 0::2], wide[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As rotate_pairs, but a pair is (x_i, x_i+D/2)."""
+    cos, sin, wide = cos.unsqueeze(1), sin.unsqueeze(1), x.to(torch.promote_types(x.dtype, cos.dtype))
+    first, second = wide.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
 class DSparkRotaryEmbedding(nn.Module):

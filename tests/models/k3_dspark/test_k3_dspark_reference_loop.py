@@ -28,16 +28,15 @@ def draft_for(target, seed, **overrides):
     return draft
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 7])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_tokens, causal", [(1, False), (4, False), (7, False), (7, True)])
 def test_greedy_speculation_equals_plain_greedy(seed, num_tokens, causal):
     target = tiny_kimi_k3(seed=seed, dtype=torch.float64)
     draft = draft_for(target, seed, is_causal=causal)
     prompt = torch.randint(3, 120, (1, 11), generator=torch.Generator().manual_seed(seed))
-    expected = plain_greedy(target, prompt, 14)
-    result = speculative_greedy(target, draft, prompt, 14, num_tokens)
+    expected = plain_greedy(target, prompt, 10)
+    result = speculative_greedy(target, draft, prompt, 10, num_tokens)
     assert torch.equal(result.tokens, expected)
-    assert 14 <= sum(result.accepted) + len(result.accepted) + 1 <= 15  # the last step may run one over
+    assert 10 <= sum(result.accepted) + len(result.accepted) + 1 <= 11  # the last step may run one over
 
 
 def test_a_trained_draft_is_accepted_and_changes_nothing(seed):
@@ -53,7 +52,7 @@ def test_a_trained_draft_is_accepted_and_changes_nothing(seed):
     loss_mask = torch.ones_like(ids, dtype=torch.bool)
     loss_mask[:, :9] = False
     optimizer, g = torch.optim.Adam(draft.parameters(), lr=3e-3), torch.Generator().manual_seed(seed)
-    for _ in range(80):
+    for _ in range(60):
         loss = training_step(draft, out.taps, ids, logits, sample_anchors(loss_mask, 16, g), 4, loss_mask, embed, head)
         optimizer.zero_grad()
         loss.total.backward()
@@ -63,7 +62,7 @@ def test_a_trained_draft_is_accepted_and_changes_nothing(seed):
     assert len(result.accepted) <= 12, f"accepted {result.accepted}"
 
 
-VOCAB, TRIALS = 6, 20000
+VOCAB, TRIALS = 6, 8000
 
 
 class BigramTarget:
