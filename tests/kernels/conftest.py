@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel tests run on a GPU when there is one, and in Triton's interpreter otherwise."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import uuid
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's own library functions are wrapped when it is imported: later is too late.
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton was imported before the kernel tests; set TRITON_INTERPRET=1 for the whole run")
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor, scope) -> None:
+        # Loop bounds are one-element arrays, which numpy 2.4 no longer takes for ints (triton < 3.9 expects that).
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+torch.set_num_threads(1)
+
+# New for each run, the same in all workers of a distributed run.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that asks for ``seed`` fresh seeds; the number is ``@pytest.mark.seeds(n)``, and DCP_SEED fixes them."""
+    if "seed" not in metafunc.fixturenames:
+        return
+    mark = metafunc.definition.get_closest_marker("seeds")
+    count = mark.args[0] if mark else 8
+    fixed = os.environ.get("DCP_SEED")
+    source = random.Random(f"{_RUN} {metafunc.definition.nodeid}")
+    metafunc.parametrize("seed", [int(fixed)] if fixed else [source.randrange(2**31) for _ in range(count)])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "seeds(n): number of fresh seeds a test runs with")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def draw(seed: int) -> random.Random:
+    """Random choices of one test; torch is seeded alike."""
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything a launcher allocates starts as NaN, or -77 for integers: what a kernel forgets to write shows."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: _poison(new_empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: _poison(empty_like(*args, **kwargs)))
