@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging attention partials by their log-sum-exp: over the ranks of a group, and over the splits of one call."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _merge(
+    outs,
+    lses,
+    out,
+    lse,
+    parts,
+    heads,
+    out_stride_n,
+    out_stride_t,
+    out_stride_h,
+    out_stride_r,
+    lse_stride_n,
+    lse_stride_t,
+    lse_stride_h,
+    LATENT: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)  # row * heads + head
+    row = item // heads
+    head = item % heads
+    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
+    lse_of = lses + row * lse_stride_t + head * lse_stride_h
+    out_of = outs + row * out_stride_t + head * out_stride_h
+
+    part = tl.arange(0, BLOCK_PARTS)
+    logs = tl.load(lse_of + part.to(tl.int64) * lse_stride_n, mask=part < parts, other=float("-inf"))
+    logs = tl.where((logs == logs) & (logs < float("inf")), logs, float("-inf"))
+    top = tl.max(logs, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(logs - shift), 0)
+
+    merged = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
+    for first in range(0, parts, CHUNK):
+        n = first + tl.arange(0, CHUNK)
+        log = tl.load(lse_of + n.to(tl.int64) * lse_stride_n, mask=n < parts, other=float("-inf"))
+        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
+        weight = tl.exp(log - shift)
+        # A part of weight 0 is not even read: its output is undefined.
+        value = tl.load(
+            out_of + n.to(tl.int64)[:, None] * out_stride_n + column[None, :] * out_stride_r,
+            mask=(weight > 0)[:, None] & (column < LATENT)[None, :],
+            other=0.0,
+        )
+        merged += value.to(tl.float32) * weight[:, None]
+    some = tl.where(total > 0, total, 1.0)
+    result = tl.sum(merged, 0) / some
+    tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
+    if tl.program_id(1) == 0:
+        tl.store(lse + item, tl.where(total > 0, shift + tl.log(some), float("-inf")))
+
+
+def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``outs [N, T, H, R]`` and ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
+
+    Parts with LSE -inf, +inf or NaN are not read. The type of ``out`` may differ from that of ``outs``.
+    """
+    parts, rows, heads, latent = outs.shape
+    if rows * heads == 0:
+        return
+    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
+    columns = min(64 if rows * heads <= 512 else 512, triton.next_power_of_2(latent))
+    chunk = min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
+    _merge[(rows * heads, triton.cdiv(latent, columns))](
+        outs,
+        lses,
+        out,
+        lse,
+        parts,
+        heads,
+        *outs.stride(),
+        *lses.stride(),
+        LATENT=latent,
+        BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)),
+        BLOCK_LATENT=columns,
+        CHUNK=chunk,
+        num_warps=2 if columns <= 64 else 4,
+    )
+
+
+def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Launcher of ``dcp::merge_partials``.
+
+    Args:
+        outs: ``[N, T, H, R]``. lses: ``[N, T, H]`` natural logarithms. Any strides.
+
+    Returns:
+        ``(out [T, H, R] in the dtype of outs, lse [T, H] float32)``; 0 and -inf where every part is empty.
+    """
+    out = outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:], dtype=torch.float32)
+    merge_into(outs, lses, out, lse)
+    return out, lse
