@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partial MLA attention over paged latents, in plain Triton: any GPU, any sizes, bounds read on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .merge import merge_into
+from .splits import multiprocessors, shared_memory, split_count
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["rows", "group_rows"])
+def _attend(
+    q_latent,
+    q_rope,
+    kv_cache,
+    block_table,
+    requests,
+    starts,
+    bounds,
+    kv_scale,
+    out,
+    lse,
+    rows,
+    group_rows,
+    ql_stride_t,
+    ql_stride_h,
+    ql_stride_r,
+    qr_stride_t,
+    qr_stride_h,
+    qr_stride_r,
+    page_stride,
+    token_stride,
+    table_stride_b,
+    table_stride_w,
+    SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+):
+    """One tile of ``BLOCK_M`` (row, head) pairs out of a group of rows, and one split of the keys.
+
+    A group is meant to be the rows of one request, which share its keys. Whatever the row -> request map, the tile
+    visits each request between its smallest and largest one and masks the rows of the others.
+    """
+    group_tiles = tl.cdiv(group_rows * HEADS, BLOCK_M)
+    group = tl.program_id(0) // group_tiles
+    pair = tl.program_id(0) % group_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = group * group_rows + pair // HEADS
+    head = pair % HEADS
+    live = (pair < group_rows * HEADS) & (row < rows)
+    if requests is not None:
+        request = tl.load(requests + row, mask=live, other=-1)
+        bound = tl.load(bounds + row, mask=live, other=0)
+    else:
+        request = tl.where(live, group, -1)
+        bound = tl.load(bounds + request, mask=live, other=0)
+
+    c = tl.arange(0, BLOCK_LATENT)
+    d = tl.arange(0, BLOCK_ROPE)
+    row64 = row.to(tl.int64)
+    latent_mask = live[:, None] & (c < LATENT)[None, :]
+    ql = tl.load(
+        q_latent + row64[:, None] * ql_stride_t + head[:, None] * ql_stride_h + c[None, :] * ql_stride_r,
+        mask=latent_mask,
+        other=0.0,
+    )
+    if ROPE > 0:
+        qr = tl.load(
+            q_rope + row64[:, None] * qr_stride_t + head[:, None] * qr_stride_h + d[None, :] * qr_stride_r,
+            mask=live[:, None] & (d < ROPE)[None, :],
+            other=0.0,
+        )
+
+    factor = SCALE * LOG2_E
+    if kv_scale is not None:
+        key_scale = tl.load(kv_scale)
+        factor = factor * key_scale
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log 2
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_LATENT], tl.float32)
+    first_request = tl.min(tl.where(live, request, 2147483647), 0)
+    last_request = tl.max(request, 0)
+    for current in range(first_request, last_request + 1):
+        seen = tl.where(request == current, bound, 0)
+        longest = tl.max(seen, 0)
+        start = 0
+        if starts is not None:
+            start = tl.load(starts + current)
+        share = tl.cdiv(tl.cdiv(tl.maximum(longest - start, 0), tl.num_programs(1)), BLOCK_N) * BLOCK_N
+        low = start + tl.program_id(1) * share
+        high = tl.minimum(low + share, longest)
+        table_row = block_table + tl.cast(current, tl.int64) * table_stride_b
+        for key in range(low, high, BLOCK_N):
+            n = key + tl.arange(0, BLOCK_N)
+            if starts is None and PAGE % BLOCK_N == 0:  # the block lies in one page
+                base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
+                line = (n % PAGE * token_stride)[:, None]
+            else:
+                page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < high, other=0)
+                base = kv_cache
+                line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
+            # Unwritten cache rows may hold NaN, so what lies past the bound is not loaded.
+            k = tl.load(base + (line + c[None, :]), mask=(n < high)[:, None] & (c < LATENT)[None, :], other=0.0)
+            k = k.to(ql.dtype)
+            score = tl.dot(ql, tl.trans(k), input_precision="ieee")
+            if ROPE > 0:
+                kr = tl.load(
+                    base + (line + (LATENT + d)[None, :]),
+                    mask=(n < high)[:, None] & (d < ROPE)[None, :],
+                    other=0.0,
+                )
+                score = tl.dot(qr, tl.trans(kr.to(qr.dtype)), score, input_precision="ieee")
+            visible = (n[None, :] < seen[:, None]) & (n < high)[None, :]
+            score = tl.where(visible, score * factor, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(score - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(p, 1)
+            acc = tl.dot(p.to(k.dtype), k, acc * decay[:, None], input_precision="ieee")
+            top = new_top
+
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    if kv_scale is not None:
+        acc = acc * key_scale
+    target = (tl.program_id(1).to(tl.int64) * rows + row64) * HEADS + head
+    if SPLIT:
+        latent_mask = latent_mask & some[:, None]  # the merge does not read an empty part
+    tl.store(out + target[:, None] * LATENT + c[None, :], acc.to(out.dtype.element_ty), mask=latent_mask)
+    tl.store(lse + target, tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf")), mask=live)
+
+
+def _tile(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:
+    """The tile for ``pairs`` (row, head) pairs, or the largest that the device has the shared memory for.
+
+    A tile holds its queries and two stages of keys, ``width`` numbers each. Larger ones, and float32 in any but the
+    smallest, run out of registers.
+    """
+    if q_latent.dtype == torch.float32:
+        return dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=2)
+    limit = shared_memory(q_latent.device)
+    for block_m, num_warps in ((64, 8), (32, 8)):
+        if pairs > block_m // 2 and (block_m + 2 * 32) * width * q_latent.element_size() <= limit:
+            return dict(BLOCK_M=block_m, BLOCK_N=32, num_warps=num_warps, num_stages=2)
+    return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2)
+
+
+def _launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor | None,
+    starts: Tensor | None,
+    bounds: Tensor,
+    scale: float,
+    kv_scale: Tensor | None,
+    splits: int | None,
+    most_pairs: int = 64,
+) -> tuple[Tensor, Tensor]:
+    rows, heads, latent = q_latent.shape
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((rows, heads), dtype=torch.float32)
+    if rows * heads == 0:
+        return out, lse
+    group_rows = max(rows // block_table.shape[0], 1)
+    pairs = group_rows * heads
+    tile = _tile(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
+    tiles = triton.cdiv(rows, group_rows) * triton.cdiv(pairs, tile["BLOCK_M"])
+    if splits is None:
+        capacity = block_table.shape[1] * kv_cache.shape[1]
+        splits = split_count(tiles, capacity, multiprocessors(q_latent.device))
+    part_out, part_lse = out, lse
+    if splits > 1:
+        part_out = out.new_empty((splits, rows, heads, latent), dtype=torch.float32)
+        part_lse = lse.new_empty((splits, rows, heads))
+    _attend[(tiles, splits)](
+        q_latent,
+        q_rope,
+        kv_cache,
+        block_table,
+        requests,
+        starts,
+        bounds,
+        kv_scale,
+        part_out,
+        part_lse,
+        rows,
+        group_rows,
+        *q_latent.stride(),
+        *q_rope.stride(),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        *block_table.stride(),
+        SCALE=scale,
+        HEADS=heads,
+        LATENT=latent,
+        ROPE=q_rope.shape[2],
+        PAGE=kv_cache.shape[1],
+        SPLIT=splits > 1,
+        BLOCK_LATENT=max(16, triton.next_power_of_2(latent)),
+        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
+        **tile,
+    )
+    if splits > 1:
+        merge_into(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def mla_rows(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    bounds: Tensor,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``dcp::mla_rows``: row t attends the local keys ``[0, bounds[t])`` of request ``requests[t]``.
+
+    Any row -> request map is right; rows of one request next to each other share its keys.
+
+    Args:
+        q_latent: ``[T, H, R]``. q_rope: ``[T, H, Dr]``. Any strides, float32, float16 or bfloat16.
+        kv_cache: ``[pages, block_size, R + Dr]`` with unit stride in the last dim; that type or float8 e4m3.
+        block_table: ``[B, columns]`` int32. requests, bounds: ``[T]`` int32.
+        kv_scale: ``[1]`` float32, what the values of the cache are multiplied by; None means 1.
+        splits: programs that share the keys of a row; None chooses from the shapes.
+
+    Returns:
+        ``(out [T, H, R] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty row.
+    """
+    return _launch(q_latent, q_rope, kv_cache, block_table, requests, None, bounds, scale, kv_scale, splits)
+
+
+def mla_prefix(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    prefix_bounds: Tensor,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``dcp::mla_prefix``: each of the T / B rows of request b attends ``[0, prefix_bounds[b])``.
+
+    Arguments and results are those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32.
+    """
+    return _launch(q_latent, q_rope, kv_cache, block_table, None, None, prefix_bounds, scale, kv_scale, splits)
+
+
+def mla_tail(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    prefix_bounds: Tensor,
+    bounds: Tensor,
+    scale: float,
+    kv_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``dcp::mla_tail``: row t attends ``[prefix_bounds[requests[t]], bounds[t])``.
+
+    One launch without splits: fastest for tails of up to about 64 keys, right for any length. Arguments and results are
+    those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32.
+    """
+    # Latency counts: the smallest tiles, as long as they do not queue.
+    pairs = q_latent.shape[0] * q_latent.shape[1]
+    most_pairs = 16 if pairs <= 16 * multiprocessors(q_latent.device) else 32
+    return _launch(
+        q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, kv_scale, 1, most_pairs
+    )
