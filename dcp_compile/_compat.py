@@ -6,13 +6,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.fx.traceback
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -27,22 +31,25 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 # Collects output_hidden_states / output_attentions by hooks (5.17, 5.24).
 from transformers.utils.output_capturing import capture_outputs
 
+from .errors import CaptureError
+
 __all__ = [
     "AttentionInterface",
     "CACHE_NAME",
     "Cache",
     "CacheLayerMixin",
-    "FakeTensorMode",
+    "Fakes",
     "Implementations",
     "LinearAttentionCacheLayerMixin",
     "attention_masks",
     "cache_argument",
     "capture_outputs",
-    "functionalise",
     "get_implementations",
+    "module_paths",
     "recurrence_functions",
     "recurrent_state",
     "set_implementations",
+    "trace",
     "traceable_experts",
     "unset_fake_temporarily",
     "use_experts_implementation",
@@ -52,20 +59,70 @@ __all__ = [
 # --- torch -----------------------------------------------------------------------------------------------------------
 
 
-def functionalise(module: fx.GraphModule) -> fx.GraphModule:
-    """The functional ATen graph of a Dynamo graph, without decompositions, on its own fake tensors.
+class Fakes:
+    """Fake tensors that share one set of symbols: equal example sizes are one symbol."""
 
-    One make_fx pass with mutations removed; aot_autograd would run the graph twice and add a runtime wrapper that is of
-    no use here (checked on torch 2.11 - 2.13).
+    def __init__(self) -> None:
+        self.shapes = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shapes)
+
+    def symbolic(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake whose every size is a symbol, ``tensor``'s sizes being the example."""
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * tensor.dim())
+        return self.mode.from_tensor(tensor, symbolic_context=context)
+
+    def static(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of fixed sizes."""
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def check_sizes(self, name: str) -> None:
+        """CaptureError if the trace only holds for the example sizes."""
+        fixed = {str(symbol): value for symbol, value in self.shapes.replacements.items() if value.is_number}
+        if fixed:
+            raise CaptureError(f"{name} computes differently for different numbers of rows; the trace fixed {fixed}")
+
+
+def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.GraphModule:
+    """The functional ATen graph of ``function`` on fake inputs, in one make_fx pass without decompositions.
+
+    Library code that asks whether it is being compiled is told yes, as under torch.compile (torch 2.11 - 2.13).
     """
-    inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
-    fake_mode = next(value.fake_mode for value in inputs if isinstance(value, torch.Tensor))
+    torch.compiler._is_compiling_flag = True
+    try:
+        with fakes.mode, fx.traceback.preserve_node_meta():
+            module = make_fx(torch.func.functionalize(function, remove="mutations"))(*inputs)
+    finally:
+        torch.compiler._is_compiling_flag = False
+    module.graph.eliminate_dead_code()
+    return module
 
-    def run(*arguments):
-        return fx.Interpreter(module).run(*arguments)
 
-    with fake_mode, fx.traceback.preserve_node_meta():
-        return make_fx(torch.func.functionalize(run, remove="mutations"), _allow_non_fake_inputs=True)(*inputs)
+@contextmanager
+def module_paths(model: nn.Module) -> Iterator[None]:
+    """While tracing, every node learns the path of the module that made it, as ``meta["nn_module_stack"]``."""
+    path: list[str] = []
+    handles = []
+
+    def record() -> None:
+        fx.traceback.current_meta["nn_module_stack"] = {name: (name, None) for name in path}
+
+    for name, module in model.named_modules():
+
+        def enter(*_, name=name):
+            path.append(name)
+            record()
+
+        def leave(*_):
+            path.pop()
+            record()
+
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        fx.traceback.current_meta.pop("nn_module_stack", None)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------

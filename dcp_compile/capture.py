@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a Hugging Face model to one functional ATen graph of a decode step.
 
-The model is traced unmodified with symbolic batch and row counts, so that one graph serves prefill chunks, decode and
-verify steps. While tracing, three things that models get from outside are ours: the cache, the attention function and
-the delta-rule recurrence. Each emits a marker operator (see :mod:`dcp_compile.ops.markers`) for the passes to lower.
-Nothing is executed and no state is allocated: the tensors that markers carry for cache and state are stand-ins.
+The model is traced unmodified as it decodes: every row of a step is a sequence of one token to it, and the number of rows
+T is symbolic. Everything that ties rows together (attention over the cache, convolution windows, recurrent state) comes
+from outside the model and is ours while tracing: the cache, the attention function and the delta-rule function emit marker
+operators (see :mod:`dcp_compile.ops.markers`), which carry the real batch structure for the passes to lower. So one graph
+serves prefill chunks, decode and verify steps. Nothing is executed and no state is allocated: the tensors that markers
+carry for cache and state are stand-ins.
 """
 
 from __future__ import annotations
@@ -20,27 +22,32 @@ from torch import Tensor, fx, nn
 
 from . import _compat
 from .errors import CaptureError, UnsupportedModelError
-from .ops import markers  # noqa: F401  (registers the marker operators)
+from .ops import markers
 
 ATTENTION_NAME = "dcp_marker"
 
-# Example sizes: all different and above 1, so that no two of them are taken for one symbol or specialised.
-_BATCH, _ROWS, _LOGIT_ROWS, _COLUMNS = 3, 5, 2, 7
+# Example sizes. All differ and none is 1, so that no two become one symbol and none is taken for a constant.
+_ROWS, _LOGIT_ROWS, _BATCH, _QUERIES, _COLUMNS = 5, 2, 3, 4, 7
 
-STEP_INPUTS = (
-    "input_ids",
-    "positions",
-    "logit_rows",
-    "block_table",
-    "prefix_lengths",
-    "state_slots",
-    "accepted",
-)
-"""Inputs of one step. input_ids, positions ``[B, S]`` int64 (position -1 = padded row); logit_rows ``[n]`` int64, the row
-columns whose logits are wanted; block_table ``[B, columns]`` int32; prefix_lengths ``[B]`` int64; state_slots, accepted
-``[B]`` int32."""
+_EXAMPLE_INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "input_ids": ((_ROWS,), torch.int64),
+    "row_positions": ((_ROWS,), torch.int64),
+    "logit_rows": ((_LOGIT_ROWS,), torch.int64),
+    "positions": ((_BATCH, _QUERIES), torch.int64),
+    "block_table": ((_BATCH, _COLUMNS), torch.int32),
+    "prefix_lengths": ((_BATCH,), torch.int64),
+    "state_slots": ((_BATCH,), torch.int32),
+    "accepted": ((_BATCH,), torch.int32),
+}
 
-METADATA_INPUTS = frozenset(STEP_INPUTS) - {"input_ids", "logit_rows"}
+STEP_INPUTS = tuple(_EXAMPLE_INPUTS)
+"""Inputs of one step of B requests with S rows each, T = B * S rows, request-major.
+
+input_ids ``[T]``; row_positions ``[T]`` what the model takes for position ids; logit_rows ``[n]`` rows whose logits are
+wanted; positions ``[B, S]`` (-1 = padded row); block_table ``[B, columns]`` int32; prefix_lengths ``[B]``; state_slots ``[B]``
+int32 (-1 = padded request); accepted ``[B]`` int32."""
+
+METADATA_INPUTS = frozenset(STEP_INPUTS) - {"input_ids", "row_positions", "logit_rows"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,6 @@ class StepGraph:
         states: placeholder -> the layer state it stands for; ``meta["val"]`` describes the tensor to allocate once the
             passes have run.
         constants: placeholder -> parameter or buffer of the model.
-        sizes: placeholder of a symbolic size -> (step input name, dim) it is read from.
         outputs: names of the graph outputs ("logits", then "taps" when captured).
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.
         prologue_inputs: placeholders of ``module`` that the prologue takes, in order.
@@ -74,7 +80,6 @@ class StepGraph:
     step_inputs: dict[fx.Node, str]
     states: dict[fx.Node, StateRef]
     constants: dict[fx.Node, Tensor]
-    sizes: dict[fx.Node, tuple[str, int]]
     outputs: tuple[str, ...]
     prologue: fx.GraphModule | None = None
     prologue_inputs: list[fx.Node] = field(default_factory=list)
@@ -105,8 +110,7 @@ class StepGraph:
             new.meta = dict(old.meta)
         return StepGraph(
             fx.GraphModule(self.module, graph),
-            *({renamed[node]: value for node, value in mapping.items()} for mapping in (self.step_inputs, self.states)),
-            *({renamed[node]: value for node, value in mapping.items()} for mapping in (self.constants, self.sizes)),
+            *({renamed[node]: value for node, value in m.items()} for m in (self.step_inputs, self.states, self.constants)),
             outputs=self.outputs,
             sites=[renew(site) for site in self.sites],
             seconds=self.seconds,
@@ -114,34 +118,23 @@ class StepGraph:
 
 
 class _StandIns:
-    """The step-input examples and one set of one-element stand-ins per layer."""
+    """Fake step inputs and, per layer, one-element fakes in place of its cache or state."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, layer_types: list[str]):
-        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+    def __init__(self, fakes: _compat.Fakes, dtype: torch.dtype, layer_types: list[str], device: torch.device):
         self.inputs = {
-            "input_ids": integers(_BATCH, _ROWS),
-            "positions": integers(_BATCH, _ROWS),
-            "logit_rows": integers(_LOGIT_ROWS),
-            "block_table": integers(_BATCH, _COLUMNS, dtype=torch.int32),
-            "prefix_lengths": integers(_BATCH),
-            "state_slots": integers(_BATCH, dtype=torch.int32),
-            "accepted": integers(_BATCH, dtype=torch.int32),
+            name: fakes.symbolic(torch.zeros(shape, dtype=kind, device=device))
+            for name, (shape, kind) in _EXAMPLE_INPUTS.items()
         }
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.states: dict[StateRef, Tensor] = {}
         for layer, kind_of_layer in enumerate(layer_types):
             if kind_of_layer == "full_attention":
-                kinds = {"kv_cache": (1, 1, 1)}
+                kinds = {"kv_cache": 3}
             else:
-                kinds = {"conv_state": (1, 1, 1), "conv_pending": (1, 1, 1), "state": (1, 1, 1, 1)}
-                kinds |= {f"pending_{name}": (1, 1, 1, 1) for name in "kug"}
-            for kind, shape in kinds.items():
-                exact = kind == "state" or kind.startswith("pending_")
-                self.states[StateRef(layer, kind)] = torch.zeros(
-                    shape, dtype=state_dtype if exact else dtype, device=device
-                )
+                kinds = {"conv_state": 3, "conv_pending": 3, "state": 4, "pending_k": 4, "pending_u": 4, "pending_g": 4}
+            for kind, dims in kinds.items():
+                exact = state_dtype if kind == "state" or kind.startswith("pending_") else dtype
+                self.states[StateRef(layer, kind)] = fakes.static(torch.zeros([1] * dims, dtype=exact, device=device))
 
 
 class _LatentLayer(_compat.CacheLayerMixin):
@@ -256,24 +249,27 @@ def _marker_recurrence(current: list[_RecurrentLayer]) -> Callable:
 
 
 @contextmanager
-def _patched(model: nn.Module, current: list) -> Iterator[None]:
-    """The model's attention, expert and recurrence functions replaced for the time of the trace."""
+def _patched(model: nn.Module, current: list, stand_ins: _StandIns) -> Iterator[None]:
+    """The model's attention, expert, recurrence and head functions replaced for the time of the trace."""
     saved = _compat.get_implementations(model)
     replaced = [(module, name, getattr(module, name)) for module, name in _compat.recurrence_functions(model)]
     stand_in = _marker_recurrence(current)
+
+    def wanted_rows(_, arguments):
+        return (arguments[0].index_select(0, stand_ins.inputs["logit_rows"]), *arguments[1:])
+
+    head = model.get_output_embeddings().register_forward_pre_hook(wanted_rows)
     try:
         _compat.set_implementations(model, _compat.Implementations(ATTENTION_NAME, _compat.traceable_experts(model)))
         for module, name, _ in replaced:
             setattr(module, name, stand_in)
-        yield
+        with _compat.module_paths(model):
+            yield
     finally:
+        head.remove()
         _compat.set_implementations(model, saved)
         for module, name, function in replaced:
             setattr(module, name, function)
-
-
-class _Captured(Exception):
-    """Carries the traced graph out of the compiled call before anything runs."""
 
 
 def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
@@ -284,37 +280,57 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
         tap_layers: layers whose hidden states are a second output (for a draft), if the model offers them.
 
     Raises:
-        UnsupportedModelError: a layer type that is neither full nor linear attention.
-        CaptureError: the model cannot be traced into one graph; the reason of the tracer is quoted.
+        UnsupportedModelError: a layer type that is neither full nor linear attention, or a layer without cache access.
+        CaptureError: the model cannot be traced; the reason is quoted.
     """
     parameter = next(model.parameters())
     layer_types = _layer_types(model)
-    stand_ins = _StandIns(parameter.device, parameter.dtype, layer_types)
+    fakes = _compat.Fakes()
+    stand_ins = _StandIns(fakes, parameter.dtype, layer_types, parameter.device)
+    constants = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: fakes.static(tensor.detach()) for name, tensor in constants.items()}
+    flat = [*stand_ins.inputs.values(), *stand_ins.states.values(), *weights.values()]
     current: list = [None]
-    cache = _compat.Cache(
-        layers=[
-            _LatentLayer(i, stand_ins) if kind == "full_attention" else _RecurrentLayer(i, stand_ins, current)
-            for i, kind in enumerate(layer_types)
-        ]
+
+    def step(*arguments: Tensor) -> tuple[Tensor, ...]:
+        remaining = iter(arguments)
+        for table in (stand_ins.inputs, stand_ins.states, weights):
+            table.update({key: next(remaining) for key in table})
+        inputs = stand_ins.inputs
+        cache = _compat.Cache(
+            layers=[
+                _LatentLayer(i, stand_ins) if kind == "full_attention" else _RecurrentLayer(i, stand_ins, current)
+                for i, kind in enumerate(layer_types)
+            ]
+        )
+        options = {"tap_layers": tap_layers} if tap_layers else {}
+        options[_compat.cache_argument(model)] = cache
+        ids, positions = inputs["input_ids"][:, None], inputs["row_positions"][:, None]
+        call = {"input_ids": ids, "position_ids": positions, "use_cache": True, **options}
+        out = torch.func.functional_call(model, weights, kwargs=call)
+        return (out.logits[:, 0], out.taps[:, 0]) if tap_layers else (out.logits[:, 0],)
+
+    started = time.perf_counter()
+    try:
+        with torch.no_grad(), _patched(model, current, stand_ins):
+            module = _compat.trace(step, flat, fakes)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} could not be traced: {type(error).__name__}: {error}. The decode step must run without "
+            "control flow that depends on tensor values"
+        ) from error
+    fakes.check_sizes(type(model).__name__)
+    placeholders = iter(module.graph.find_nodes(op="placeholder"))
+    graph = StepGraph(
+        module,
+        step_inputs={next(placeholders): name for name in stand_ins.inputs},
+        states={next(placeholders): ref for ref in stand_ins.states},
+        constants={next(placeholders): tensor.detach() for tensor in constants.values()},
+        outputs=("logits", "taps") if tap_layers else ("logits",),
     )
-    options = {_compat.cache_argument(model): cache, "use_cache": True}
-    if tap_layers:
-        options["tap_layers"] = tap_layers
-
-    def step(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> tuple[Tensor, ...]:
-        torch._check(input_ids.shape[0] == positions.shape[0])
-        torch._check(input_ids.shape[1] == positions.shape[1])
-        out = model(input_ids=input_ids, position_ids=positions.clamp_min(0), logits_to_keep=logit_rows, **options)
-        return (out.logits, out.taps) if tap_layers else (out.logits,)
-
-    example = [stand_ins.inputs[name] for name in ("input_ids", "positions", "logit_rows")]
-    for name, tensor in stand_ins.inputs.items():
-        for dim in range(tensor.dim()):
-            torch._dynamo.mark_dynamic(tensor, dim)
-    with torch.no_grad(), _patched(model, current):
-        graph_module, arguments, seconds = _trace(step, example, type(model).__name__)
-    graph = _describe(graph_module, arguments, stand_ins, ("logits", "taps") if tap_layers else ("logits",))
-    graph.seconds = seconds
+    graph.seconds["capture"] = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)
     return graph
 
@@ -329,80 +345,6 @@ def _layer_types(model: nn.Module) -> list[str]:
             "(delta rule) layers can be optimised"
         )
     return list(kinds)
-
-
-def _trace(step: Callable, example: list[Tensor], name: str) -> tuple[fx.GraphModule, list, dict[str, float]]:
-    """Dynamo, then functionalisation without decompositions; returns the graph and the run-time argument objects."""
-    found: dict[str, object] = {}
-    seconds: dict[str, float] = {}
-
-    def backend(graph_module: fx.GraphModule, inputs: list):
-        dynamo_done = time.perf_counter()
-        seconds["dynamo"] = dynamo_done - started
-        found["module"] = _without_asserts(_compat.functionalise(graph_module))
-        seconds["functionalise"] = time.perf_counter() - dynamo_done
-
-        def stop(*arguments):
-            found["arguments"] = list(arguments)
-            raise _Captured
-
-        return stop
-
-    torch._dynamo.reset()
-    started = time.perf_counter()
-    try:
-        torch.compile(step, backend=backend, fullgraph=True)(*example)
-    except _Captured:
-        return found["module"], found["arguments"], seconds
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{name} could not be traced into one graph: {type(error).__name__}: {error}. The forward pass must run without "
-            "data-dependent Python control flow"
-        ) from error
-    finally:
-        torch._dynamo.reset()
-    raise CaptureError(f"{name}: tracing produced no graph")
-
-
-def _without_asserts(module: fx.GraphModule) -> fx.GraphModule:
-    """Drop size assertions: the step's inputs are made by this package, which keeps their sizes equal."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
-        module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    return module
-
-
-def _describe(module: fx.GraphModule, arguments: list, stand_ins: _StandIns, outputs: tuple[str, ...]) -> StepGraph:
-    """Tell what every placeholder stands for by the identity of the object it received."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    if len(placeholders) != len(arguments):
-        raise CaptureError(f"the traced graph has {len(placeholders)} inputs but was called with {len(arguments)}")
-    inputs = {id(tensor): name for name, tensor in stand_ins.inputs.items()}
-    states = {id(tensor): ref for ref, tensor in stand_ins.states.items()}
-    graph = StepGraph(module, {}, {}, {}, {}, outputs)
-    for node, argument in zip(placeholders, arguments):
-        if not isinstance(argument, Tensor):
-            continue
-        if id(argument) in inputs:
-            graph.step_inputs[node] = inputs[id(argument)]
-        elif id(argument) in states:
-            graph.states[node] = states[id(argument)]
-        else:
-            graph.constants[node] = argument.detach()
-    for node in placeholders:
-        if isinstance(node.meta["val"], torch.SymInt):
-            graph.sizes[node] = _size_source(node, graph.step_inputs)
-    return graph
-
-
-def _size_source(node: fx.Node, step_inputs: dict[fx.Node, str]) -> tuple[str, int]:
-    for placeholder, name in step_inputs.items():
-        for dim, size in enumerate(placeholder.meta["val"].shape):
-            if isinstance(size, torch.SymInt) and size.node.expr == node.meta["val"].node.expr:
-                return name, dim
-    raise CaptureError(f"graph input {node.name} ({node.meta['val']}) is not the size of any step input")
 
 
 def _check_markers(graph: StepGraph, layer_types: list[str], name: str) -> None:

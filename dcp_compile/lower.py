@@ -46,7 +46,7 @@ def lower_eager(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProg
 
 
 def _known(graph: StepGraph) -> set[fx.Node]:
-    return {*graph.step_inputs, *graph.states, *graph.constants, *graph.sizes}
+    return {*graph.step_inputs, *graph.states, *graph.constants}
 
 
 def _reader(graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]) -> Callable[[Mapping[str, Tensor]], object]:
@@ -54,8 +54,5 @@ def _reader(graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]) 
     if node in graph.step_inputs:
         name = graph.step_inputs[node]
         return lambda inputs: inputs[name]
-    if node in graph.sizes:
-        source, dim = graph.sizes[node]
-        return lambda inputs: inputs[source].shape[dim]
     tensor = states[graph.states[node]] if node in graph.states else graph.constants[node]
     return lambda inputs: tensor

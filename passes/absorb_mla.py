@@ -60,7 +60,7 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
         w_uk = emit(aten.slice.Tensor, per_head, 1, 0, site.nope_dim)
         w_uv = emit(aten.slice.Tensor, per_head, 1, site.nope_dim, split)
 
-        def rows(part: fx.Node) -> fx.Node:  # [B, H, S, d] -> [H, T, d]
+        def rows(part: fx.Node) -> fx.Node:  # [T, H, 1, d] -> [H, T, d]
             return emit(aten.reshape.default, emit(aten.permute.default, part, [1, 0, 2, 3]), [heads, -1, value(part).shape[3]])
 
         q_nope = rows(emit(aten.slice.Tensor, site.query, 3, 0, site.nope_dim))
@@ -74,9 +74,7 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
         out = emit(aten.permute.default, out, [1, 0, 2])
         # The marker's fake output is contiguous, and the model may view it: the replacement must be, too.
         out = emit(aten.clone.default, out, memory_format=torch.contiguous_format)
-        batch = emit(aten.sym_size.int, site.query, 0)
-        length = emit(aten.sym_size.int, site.query, 2)
-        out = emit(aten.view.default, out, [batch, length, heads, site.value_dim])
+        out = emit(aten.unsqueeze.default, out, 1)  # [T, 1, H, Dv]
     _check_same(site, out)
     site.attention.replace_all_uses_with(out)
     nodes.erase_node(site.attention)

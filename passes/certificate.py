@@ -81,14 +81,14 @@ def _compare(site, what: str, found: Tensor, wanted: Tensor, formula: str) -> No
 
 def _cut_out(site, module: fx.GraphModule):
     """A function ``(latent, rope, weight) -> (k, v)`` that runs the cone at the traced sizes; cache markers pass through."""
-    interior, leaves = cone([site.key, site.value], [site.latent, site.rope])
-    sizes = [leaf for leaf in leaves if isinstance(value(leaf), (int, torch.SymInt))]
-    foreign = leaves - {site.latent, site.rope, site.weight} - set(sizes)
+    sizes = {node for node in module.graph.nodes if isinstance(node.meta.get("val"), (int, torch.SymInt))}
+    interior, leaves = cone([site.key, site.value], [site.latent, site.rope, *sizes])
+    foreign = leaves - {site.latent, site.rope, site.weight} - sizes
     if foreign:
         names = ", ".join(sorted(node.name for node in foreign))
         raise MatchError(f"{site.where}: key and value depend on more than latent, rope key and one weight: {names}")
     graph = fx.Graph()
-    copied: dict[fx.Node, object] = {leaf: hint(value(leaf)) for leaf in sizes}
+    copied: dict[fx.Node, object] = {leaf: hint(value(leaf)) for leaf in leaves & sizes}
     for leaf in (site.latent, site.rope, site.weight):
         copied[leaf] = graph.placeholder(leaf.name)
     for node in module.graph.nodes:
@@ -98,8 +98,6 @@ def _cut_out(site, module: fx.GraphModule):
             copied[node] = tuple(copied.get(argument) for argument in node.args[:2])
         elif node.target is operator.getitem and isinstance(copied[node.args[0]], tuple):
             copied[node] = copied[node.args[0]][node.args[1]]
-        elif isinstance(value(node), (int, torch.SymInt)):
-            copied[node] = hint(value(node))
         else:
             copied[node] = graph.create_node(
                 node.op, node.target, fx.map_arg(node.args, copied.get), fx.map_arg(node.kwargs, copied.get)

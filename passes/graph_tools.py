@@ -34,8 +34,7 @@ def location(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return node.name
-    path = stack[-1][0]
-    return path.split("].", 1)[1] if "]." in path else path
+    return stack[-1][0]
 
 
 def fake_mode(graph: fx.Graph):

@@ -48,28 +48,21 @@ def check(graph: StepGraph, context: PassContext) -> None:
     if graph.sites and len(fused) != 1:
         raise InvariantError(f"hoist_metadata: {len(fused)} metadata operators in the prologue, not 1")
     for node in graph.prologue_inputs:
-        if node not in graph.sizes and graph.step_inputs.get(node) not in METADATA_INPUTS:
+        if graph.step_inputs.get(node) not in METADATA_INPUTS:
             raise InvariantError(f"hoist_metadata: the prologue reads {node.name}, which is not step metadata")
 
 
 def _hoistable(graph: StepGraph) -> list[fx.Node]:
-    """Nodes that depend on at least one metadata tensor and on nothing but metadata tensors and sizes."""
-    metadata = {node for node, name in graph.step_inputs.items() if name in METADATA_INPUTS}
-    neutral = set(graph.sizes)
+    """Nodes that depend on metadata inputs and on nothing else."""
+    moving = {node for node, name in graph.step_inputs.items() if name in METADATA_INPUTS}
     found: list[fx.Node] = []
-    moving = set(metadata)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.is_impure():
             continue
         operands = node.all_input_nodes
-        if not operands or not all(operand in moving or operand in neutral for operand in operands):
-            continue
-        if any(operand in moving for operand in operands):
+        if operands and all(operand in moving for operand in operands):
             found.append(node)
             moving.add(node)
-        elif isinstance(value(node), (int, torch.SymInt)):
-            neutral.add(node)
-            found.append(node)
     return found
 
 

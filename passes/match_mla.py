@@ -50,7 +50,7 @@ class MLASite:
 
     Attributes:
         layer: cache index. where: module path, for messages.
-        attention, marker: the two marker calls. query: ``[B, H, S, nope + rope]``. key, value: expanded.
+        attention, marker: the two marker calls. query: ``[T, H, 1, nope + rope]``. key, value: expanded.
         latent, rope: as attention reads them (after the cache); latent_new, rope_new: of this step's tokens.
         weight: the up-projection parameter ``[H * (nope + value), latent]``.
         kv_cache, block_table, positions, prefix_lengths: graph inputs the marker carried.

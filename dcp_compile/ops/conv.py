@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short-convolution window of a recurrent layer: its cached history followed by this step's inputs.
+"""The short-convolution windows of a recurrent layer: each row's input behind the ``width - 1`` inputs before it.
 
-Shapes: x ``[B, C, S]`` pre-convolution inputs, conv_state ``[N, C, width - 1]`` the last inputs of N state slots (oldest
-first), state_slots ``[B]`` int32 (-1 = padded request: zero history, nothing stored), positions ``[B, S]`` (-1 = padded
-row). The padded rows of a request come before its first token or after its last one. Result: ``[B, C, width - 1 + S]``.
+Shapes: x ``[T, C, 1]`` pre-convolution inputs of T = B * S rows, request-major; conv_state ``[N, C, width - 1]`` the last
+inputs of N state slots (oldest first); state_slots ``[B]`` int32 (-1 = padded request: zero history, nothing stored);
+positions ``[B, S]`` (-1 = padded row, its input counts as 0). The padded rows of a request come before its first token or
+after its last one. Result: ``[T, C, width]``, so that a causal convolution of each window ends in the row's output.
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ define(
 )
 
 
+def _valid_inputs(x: Tensor, positions: Tensor) -> Tensor:
+    """Inputs by request ``[B, C, S]``, those of padded rows 0."""
+    batch, rows = positions.shape
+    by_request = x.reshape(batch, rows, x.shape[1]).transpose(1, 2)
+    return torch.where((positions >= 0)[:, None, :], by_request, 0.0)
+
+
+def _windows(sequence: Tensor, rows: int) -> Tensor:
+    """The last ``rows`` windows of ``sequence [B, C, width - 1 + rows]``, as ``[B * rows, C, width]``."""
+    batch, channels, length = sequence.shape
+    width = length - rows + 1
+    return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width)
+
+
 def _columns(window: Tensor, first: Tensor, count: int) -> Tensor:
     """``count`` columns of ``window [B, C, L]`` from column ``first[b]`` on."""
     index = first[:, None] + torch.arange(count, device=window.device)
@@ -35,19 +50,18 @@ def rows_to_last_valid(positions: Tensor) -> Tensor:
 
 @reference("conv_window")
 def conv_window(x: Tensor, conv_state: Tensor, state_slots: Tensor, positions: Tensor) -> Tensor:
-    """The window; afterwards conv_state holds the last ``width - 1`` inputs up to the last valid row."""
-    history = gather_slots(conv_state, state_slots)
-    inputs = torch.where((positions >= 0)[:, None, :], x, 0.0)
-    window = torch.cat([history.to(x.dtype), inputs], dim=-1)
-    commit_slots(conv_state, state_slots, _columns(window, rows_to_last_valid(positions), conv_state.shape[2]))
-    return window
+    """The windows; afterwards conv_state holds the last ``width - 1`` inputs up to the last valid row."""
+    inputs = _valid_inputs(x, positions)
+    sequence = torch.cat([gather_slots(conv_state, state_slots).to(x.dtype), inputs], dim=-1)
+    commit_slots(conv_state, state_slots, _columns(sequence, rows_to_last_valid(positions), conv_state.shape[2]))
+    return _windows(sequence, positions.shape[1])
 
 
 @reference("conv_window_verify")
 def conv_window_verify(
     x: Tensor, conv_state: Tensor, pending: Tensor, accepted: Tensor, state_slots: Tensor, positions: Tensor
 ) -> Tensor:
-    """Commit ``accepted[b]`` pending inputs, then return the window of this step's inputs, leaving them pending.
+    """Commit ``accepted[b]`` pending inputs, then return the windows of this step's inputs, leaving them pending.
 
     Args:
         pending: ``[N, C, M]`` inputs of the previous verify step; M bounds the rows of a verify step.
@@ -56,18 +70,18 @@ def conv_window_verify(
     held = torch.cat([gather_slots(conv_state, state_slots), gather_slots(pending, state_slots)], dim=-1)
     history = _columns(held, accepted.long(), conv_state.shape[2])
     commit_slots(conv_state, state_slots, history)
-    inputs = torch.where((positions >= 0)[:, None, :], x, 0.0)
-    stored = torch.zeros((x.shape[0], *pending.shape[1:]), dtype=pending.dtype, device=pending.device)
-    stored[:, :, : x.shape[2]] = inputs
+    inputs = _valid_inputs(x, positions)
+    stored = torch.zeros((len(positions), *pending.shape[1:]), dtype=pending.dtype, device=pending.device)
+    stored[:, :, : inputs.shape[2]] = inputs
     commit_slots(pending, state_slots, stored)
-    return torch.cat([history.to(x.dtype), inputs], dim=-1)
+    return _windows(torch.cat([history.to(x.dtype), inputs], dim=-1), positions.shape[1])
 
 
 @fake("conv_window")
 def _(x, conv_state, state_slots, positions):
-    return x.new_empty(x.shape[0], x.shape[1], conv_state.shape[2] + x.shape[2])
+    return x.new_empty(x.shape[0], x.shape[1], conv_state.shape[2] + 1)
 
 
 @fake("conv_window_verify")
 def _(x, conv_state, pending, accepted, state_slots, positions):
-    return x.new_empty(x.shape[0], x.shape[1], conv_state.shape[2] + x.shape[2])
+    return x.new_empty(x.shape[0], x.shape[1], conv_state.shape[2] + 1)

@@ -5,9 +5,9 @@ One token, per head, with state S ``[K, V]``::
 
     S <- diag(exp g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T (scale q)
 
-Shapes: q, k ``[B, S, H, K]``, v ``[B, S, H, V]``, g ``[B, S, H, K]`` log decay, beta ``[B, S, H]`` after the sigmoid, state
-``[N, H, K, V]`` float32 for N state slots, state_slots ``[B]`` int32 (-1 = padded request), positions ``[B, S]`` (-1 =
-padded row: the state passes through it unchanged and its output is 0). ``qk_l2norm`` normalises q and k per head:
+Shapes, with T = B * S rows, request-major: q, k ``[T, 1, H, K]``, v ``[T, 1, H, V]``, g ``[T, 1, H, K]`` log decay, beta
+``[T, 1, H]`` after the sigmoid, state ``[N, H, K, V]`` float32 for N state slots, state_slots ``[B]`` int32 (-1 = padded
+request), positions ``[B, S]`` (-1 = padded row: the state passes through it unchanged and its output is 0). ``qk_l2norm`` normalises q and k per head:
 ``x / sqrt(sum x^2 + 1e-6)``. Everything is computed in float32 (float64 for float64 inputs).
 """
 
@@ -38,8 +38,9 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def _prepare(q, k, v, g, beta, positions, scale, qk_l2norm):
-    """Inputs in the compute dtype, q scaled, padded rows neutral (no decay, no write, no NaN)."""
+    """Inputs by request ``[B, S, ...]`` in the compute dtype, q scaled, padded rows neutral (no decay, write or NaN)."""
     dtype = compute_dtype(q.dtype)
+    q, k, v, g, beta = (x.reshape(*positions.shape, *x.shape[2:]) for x in (q, k, v, g, beta))
     valid = (positions >= 0)[..., None, None]
     q, k, v, g = (torch.where(valid, x.to(dtype), 0.0) for x in (q, k, v, g))
     beta = torch.where(valid[..., 0], beta.to(dtype), 0.0)
@@ -75,12 +76,12 @@ def kda(
     scale: float,
     qk_l2norm: bool,
 ) -> Tensor:
-    """Outputs ``[B, S, H, V]`` in the dtype of v; every valid row is committed into ``state``."""
+    """Outputs ``[T, 1, H, V]`` in the dtype of v; every valid row is committed into ``state``."""
     inputs = _prepare(q, k, v, g, beta, positions, scale, qk_l2norm)
     held = gather_slots(state, state_slots).to(inputs[0].dtype)
     out, _, last = _recur(*inputs, held)
     commit_slots(state, state_slots, last)
-    return out.to(v.dtype)
+    return out.reshape(v.shape).to(v.dtype)
 
 
 def committed_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor, accepted: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def kda_verify(
         stored = torch.zeros((rows.shape[0], *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
         stored[:, : rows.shape[1]] = rows
         commit_slots(pool, state_slots, stored)
-    return out.to(v.dtype)
+    return out.reshape(v.shape).to(v.dtype)
 
 
 @fake("kda")

@@ -101,7 +101,7 @@ class Session:
         column = torch.arange(rows, device=tokens.device)
         starts = torch.tensor(self.lengths, device=tokens.device)[:, None]
         positions = torch.where(column < count, starts + column, -1)
-        logits = self._run(self.engine.verify, tokens, positions, list(range(rows)))
+        logits = self._run(self.engine.verify, tokens, positions, list(range(tokens.numel()))).unflatten(0, tokens.shape)
         self._accepted = [0] * len(self.lengths)
         self._verifying = list(counts)
         return logits
@@ -127,16 +127,18 @@ class Session:
             if count:
                 tokens[row, width - count :] = piece
                 positions[row, width - count :] = torch.arange(self.lengths[row], self.lengths[row] + count)
-        logits = self._run(self.engine.step, tokens, positions, [width - 1])
+        last_columns = list(range(width - 1, batch * width, width))
+        logits = self._run(self.engine.step, tokens, positions, last_columns)
         self.lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces)]
-        return logits[:, 0]
+        return logits
 
     def _run(self, program, tokens: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
         device = self.engine.device
         inputs = {
-            "input_ids": tokens.to(device),
-            "positions": positions.to(device),
+            "input_ids": tokens.reshape(-1).to(device),
+            "row_positions": positions.reshape(-1).clamp_min(0).to(device),
             "logit_rows": torch.tensor(logit_rows, device=device),
+            "positions": positions.to(device),
             "block_table": self._block_table,
             "prefix_lengths": torch.tensor(self.lengths, device=device),
             "state_slots": self._state_slots,
