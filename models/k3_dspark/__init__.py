@@ -23,7 +23,7 @@ __all__ = ["DraftBlock", "DSparkDraftConfig", "DSparkDraftModel", "K3DSparkConfi
 
 
 def load_draft(path: str | os.PathLike, **kwargs: Any) -> DSparkBackbone:
-    """Load the draft in `path` as the model its config names; kwargs go to from_pretrained.
+    """Load the draft in ``path`` as the model its config names; kwargs go to from_pretrained.
 
     The grouped-query drafts call themselves model type "qwen3", so the Auto classes cannot tell them from a language
     model. Raises ConfigError if the config names no DSpark draft, CheckpointError if the tensors are not its.

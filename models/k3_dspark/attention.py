@@ -34,10 +34,10 @@ def eager_attention(
 def block_mask(
     visible: torch.Tensor | None, rows: int, cached: int, is_causal: bool, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Additive mask [B or 1, 1, rows, cached + rows] of a block behind `cached` entries; None if nothing is hidden.
+    """Additive mask [B or 1, 1, rows, cached + rows] of a block behind ``cached`` entries; None if nothing is hidden.
 
-    `visible` [B, cached + rows], true where an entry may be seen, hides left padding. The rows of a block see each
-    other both ways unless `is_causal`.
+    ``visible`` [B, cached + rows], true where an entry may be seen, hides left padding. The rows of a block see each
+    other both ways unless ``is_causal``.
     """
     causal = is_causal and rows > 1
     if visible is None and not causal:

@@ -15,13 +15,13 @@ from dcp_compile.errors import ConfigError
 from .attention import block_mask
 from .drafting import DSparkDrafting
 from .heads import ConfidenceHead, MarkovHead
-from .layers import DSparkLayer, DSparkRMSNorm
+from .layers import DSparkRMSNorm
 from .rope import DSparkRotaryEmbedding
 from .weights import StrictLoading
 
 
 class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
-    """Base of the drafts. A subclass makes `context_proj`, `context_norm`, `layers`, `final_norm`, `rotary_emb`.
+    """Base of the drafts; a subclass makes the modules annotated below.
 
     Positions are token positions; position s of the cache holds the target state of the token *at* s. A step for an
     anchor (the newest token) at position n needs the context of positions 0..n-1 in the cache:
@@ -29,7 +29,7 @@ class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
         c = model.project_context(taps);  model.ingest(c, position_ids, cache)
         hidden = model(inputs_embeds=embed(model.block_ids(anchor, K)), position_ids=n + arange(K), cache=cache)
 
-    Row j of the block predicts position n + j + 1. `draft_block` does the step and the sampling.
+    Row j of the block predicts position n + j + 1. ``draft_block`` does the step and the sampling.
     """
 
     _no_split_modules = ["DSparkLayer"]
@@ -50,7 +50,7 @@ class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
             module.inv_freq = module.frequencies(module.inv_freq.device)
 
     def add_heads(self) -> None:
-        """Make the Markov head, the confidence head if the config enables it, and the place of the target's embedding."""
+        """Make the Markov head, the confidence head if the config has one, and the place of the target's embedding."""
         config = self.config
         # Set by set_input_embeddings; a frozen copy in a checkpoint is skipped.
         self.register_module("embed_tokens", None)
@@ -66,7 +66,7 @@ class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module | None) -> None:
-        """Share the target's embedding, so that forward accepts `input_ids`."""
+        """Share the target's embedding, so that forward accepts ``input_ids``."""
         self.embed_tokens = value
 
     def project_context(self, taps: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,16 @@ class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
             raise ConfigError("position_ids is missing: a block needs the token positions of its rows, [B, K]")
         if inputs_embeds is None:
             if self.embed_tokens is None:
-                raise ConfigError("input_ids need the target's embedding: set_input_embeddings(target.get_input_embeddings())")
+                raise ConfigError(
+                    "input_ids need the target's embedding: set_input_embeddings(target.get_input_embeddings())"
+                )
             inputs_embeds = self.embed_tokens(input_ids)
         if attention_mask is None or attention_mask.dim() == 2:
             cached = 0 if cache is None else cache.get_seq_length()
             rows, dtype = inputs_embeds.shape[1], inputs_embeds.dtype
-            attention_mask = block_mask(attention_mask, rows, cached, self.config.is_causal, dtype, inputs_embeds.device)
+            attention_mask = block_mask(
+                attention_mask, rows, cached, self.config.is_causal, dtype, inputs_embeds.device
+            )
         tables = self.rotary_emb(position_ids)
         x = inputs_embeds
         for layer in self.layers:

@@ -19,6 +19,27 @@ PUBLISHED_ROPE = {
 }
 _YARN_KEYS = {*PUBLISHED_ROPE, "attention_factor"}
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "target_hidden_size",
+    "block_size",
+    "markov_rank",
+)
+_MLA_SIZES = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "target_num_hidden_layers",
+)
+
 # Switches of sibling layouts, with the value under which they change nothing.
 _INERT = {
     "mla_use_nope": False,
@@ -41,10 +62,10 @@ _INERT = {
 class K3DSparkConfig(PreTrainedConfig):
     """Every key left out takes the value of the published Kimi-K3 DSpark checkpoint.
 
-    `target_layer_ids` are the 0-based target layers whose outputs are tapped, `num_target_layers` is their number, and
-    `target_num_hidden_layers` the depth of the target. `block_size` is the number of draft tokens the block was trained
-    for (`dspark_block_size` is read as well). `is_causal` is taken from the key itself, else from
-    `dflash_config["causal"]`, else False.
+    ``target_layer_ids`` are the 0-based target layers whose outputs are tapped, ``num_target_layers`` is their number,
+    and ``target_num_hidden_layers`` the depth of the target. ``block_size`` is the number of draft tokens the block was
+    trained for (``dspark_block_size`` is read as well). ``is_causal`` is taken from the key itself, else from
+    ``dflash_config["causal"]``, else False.
 
     Raises ConfigError for values out of range and, by name, for sibling layouts this model does not implement.
     """
@@ -99,9 +120,13 @@ class K3DSparkConfig(PreTrainedConfig):
         if self.target_layer_ids is None:
             self.target_layer_ids = [2, 23, 47, 71, 89]
         self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-        self.num_key_value_heads = self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+        self.num_key_value_heads = (
+            self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+        )
         self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
-        self.num_target_layers = len(self.target_layer_ids) if self.num_target_layers is None else self.num_target_layers
+        self.num_target_layers = (
+            len(self.target_layer_ids) if self.num_target_layers is None else self.num_target_layers
+        )
         spelled_otherwise = kwargs.pop("dspark_block_size", 7)
         self.block_size = spelled_otherwise if self.block_size is None else self.block_size
         if self.is_causal is None:
@@ -127,7 +152,7 @@ class K3DSparkConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def check_target(self, target: PreTrainedConfig) -> None:
-        """Raise ConfigError unless `target` (a composite config is unwrapped) is the model this draft was made for."""
+        """Raise ConfigError unless ``target``, unwrapped if composite, is the model this draft was made for."""
         check_target(
             {
                 "vocab_size": self.vocab_size,
@@ -152,29 +177,13 @@ def check_target(expected: dict[str, int], target: PreTrainedConfig) -> None:
 def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
     """Raise ConfigError for the first setting that is out of range or belongs to another layout."""
     if config.architectures != ["K3DSparkModel"]:
-        raise ConfigError(f"architectures is {config.architectures}, expected ['K3DSparkModel']: this is another network")
+        raise ConfigError(
+            f"architectures is {config.architectures}, expected ['K3DSparkModel']: this is another network"
+        )
     check_layout(config, _INERT)
     if config.q_lora_rank is None:
         raise ConfigError("q_lora_rank is None: a draft without a query down-projection is another layout")
-    for key in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "max_position_embeddings",
-        "target_hidden_size",
-        "target_num_hidden_layers",
-        "block_size",
-        "markov_rank",
-    ):
-        if not isinstance(getattr(config, key), int) or getattr(config, key) < 1:
-            raise ConfigError(f"{key}={getattr(config, key)!r} must be an integer of at least 1")
+    check_sizes(config, (*SIZES, *_MLA_SIZES))
     if config.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim={config.qk_rope_head_dim} must be even: RoPE rotates pairs")
     if config.num_key_value_heads != config.num_attention_heads:
@@ -191,12 +200,22 @@ def _check(config: K3DSparkConfig, outer_theta: float | None) -> None:
     check_rope(config.rope_parameters, outer_theta)
 
 
+def check_sizes(config: PreTrainedConfig, keys: tuple[str, ...]) -> None:
+    """Raise ConfigError for the first of the settings that is not a positive integer."""
+    for key in keys:
+        value = getattr(config, key)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}={value!r} must be an integer of at least 1")
+
+
 def check_layout(config: PreTrainedConfig, inert: dict[str, Any]) -> None:
     """Raise ConfigError for a switch that is set to another layout, and for the settings all drafts share."""
     for key, value in inert.items():
         found = getattr(config, key, value)
         if found != value:
-            raise ConfigError(f"{key}={found!r} selects a draft layout this model does not implement; it needs {value!r}")
+            raise ConfigError(
+                f"{key}={found!r} selects a draft layout this model does not implement; it needs {value!r}"
+            )
     if config.draft_vocab_size != config.vocab_size:
         raise ConfigError(
             f"draft_vocab_size={config.draft_vocab_size} differs from vocab_size={config.vocab_size}: "
@@ -216,7 +235,7 @@ def check_layout(config: PreTrainedConfig, inert: dict[str, Any]) -> None:
 
 
 def check_taps(taps: list[int], depth: int) -> None:
-    """Raise ConfigError unless the taps are distinct ascending layers of a target with `depth` layers."""
+    """Raise ConfigError unless the taps are distinct ascending layers of a target with ``depth`` layers."""
     if not taps or any(not isinstance(tap, int) for tap in taps) or taps != sorted(set(taps)):
         raise ConfigError(f"target_layer_ids={taps} must be distinct layer numbers in ascending order")
     if taps[0] < 0 or taps[-1] >= depth:
@@ -224,7 +243,7 @@ def check_taps(taps: list[int], depth: int) -> None:
 
 
 def check_rope(rope: dict, outer_theta: float | None) -> None:
-    """Raise ConfigError unless `rope` is plain or YaRN with known keys; outer_theta is a rope_theta beside it."""
+    """Raise ConfigError unless ``rope`` is plain or YaRN with known keys; outer_theta is a rope_theta beside it."""
     kind = rope.get("rope_type")
     allowed = {"default": {"rope_type", "rope_theta"}, "yarn": _YARN_KEYS}
     if kind not in allowed:
@@ -235,7 +254,9 @@ def check_rope(rope: dict, outer_theta: float | None) -> None:
     if outer_theta is not None and outer_theta != rope["rope_theta"]:
         raise ConfigError(f"rope_theta={outer_theta} contradicts rope_parameters['rope_theta']={rope['rope_theta']}")
     if kind == "yarn":
-        if rope["factor"] < 1:
-            raise ConfigError(f"rope_parameters['factor']={rope['factor']} must be at least 1")
+        if rope.get("factor") is None or rope["factor"] < 1:
+            raise ConfigError(f"rope_parameters['factor']={rope.get('factor')} must be a number of at least 1")
         if rope.get("attention_factor") not in (None, 1.0):
-            raise ConfigError(f"rope_parameters['attention_factor']={rope['attention_factor']}; only 1.0 has a known meaning")
+            raise ConfigError(
+                f"rope_parameters['attention_factor']={rope['attention_factor']}; only 1.0 has a known meaning"
+            )

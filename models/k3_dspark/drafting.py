@@ -14,7 +14,7 @@ from .heads import ConfidenceHead, MarkovHead
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """One proposal. Row j was sampled from `logits[:, j]`, the Markov-biased `base_logits[:, j]` before temperature.
+    """One proposal; row j was sampled from ``logits[:, j]``, the Markov-biased ``base_logits[:, j]``, over temperature.
 
     tokens [B, K] int64, base_logits and logits [B, K, V] in the model dtype, confidences [B, K] float32 or None.
     """
@@ -26,7 +26,7 @@ class DraftBlock:
 
 
 class DSparkDrafting:
-    """Mixed into a draft model that has `markov_head`, `confidence_head`, `config` and a block forward."""
+    """Mixed into a draft model that has ``markov_head``, ``confidence_head``, ``config`` and a block forward."""
 
     markov_head: MarkovHead
     confidence_head: ConfidenceHead | None
@@ -36,7 +36,7 @@ class DSparkDrafting:
         return self.markov_head(prev_tokens)
 
     def confidence_logits(self, hidden: torch.Tensor, prev_tokens: torch.Tensor) -> torch.Tensor:
-        """Block output `hidden` [..., H] and the token before each row [...] -> acceptance logits [...], float32.
+        """Block output ``hidden`` [..., H] and the token before each row [...] -> acceptance logits [...], float32.
 
         Raises ConfigError for a draft without a confidence head.
         """
@@ -47,7 +47,7 @@ class DSparkDrafting:
         return self.confidence_head(hidden)
 
     def confidence(self, hidden: torch.Tensor, prev_tokens: torch.Tensor) -> torch.Tensor:
-        """Probability [...] that the token of each row is accepted if all before it are (see `confidence_logits`)."""
+        """Probability [...] that the token of each row is accepted if all before it are (see ``confidence_logits``)."""
         return self.confidence_logits(hidden, prev_tokens).sigmoid()
 
     def block_ids(self, anchor: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -70,8 +70,8 @@ class DSparkDrafting:
     ) -> DraftBlock:
         """Propose the tokens at positions n + 1 .. n + K after the anchor at position n.
 
-        anchor [B] int64, the last sampled token; n its position, an int or [B]; `cache` holds the ingested context of
-        positions below n and is left as it was; `embed` and `lm_head` are the target's; temperature 0 means greedy;
+        anchor [B] int64, the last sampled token; n its position, an int or [B]; ``cache`` holds the ingested context of
+        positions below n and is left as it was; ``embed`` and ``lm_head`` are the target's; temperature 0 means greedy;
         context_mask [B, cached] bool hides left-padded cache entries.
 
         Row j adds the Markov bias of the token drawn by row j - 1 (the anchor for row 0) to its own logits before the
@@ -80,15 +80,16 @@ class DSparkDrafting:
         """
         if not 1 <= num_tokens <= self.config.block_size:
             raise ConfigError(
-                f"num_tokens={num_tokens} must be within 1..{self.config.block_size}, the block this draft was trained for; "
-                "longer blocks lose acceptance at every position"
+                f"num_tokens={num_tokens} must be within 1..{self.config.block_size}, the block this draft was trained "
+                "for; longer blocks lose acceptance at every position"
             )
         positions = torch.as_tensor(n, device=anchor.device).expand(anchor.shape).unsqueeze(1)
         positions = positions + torch.arange(num_tokens, device=anchor.device)
         limit = self.config.max_position_embeddings
-        if int(positions.max()) >= limit:
+        last = int(positions.max())
+        if last >= limit:
             raise CapacityError(
-                f"the block reaches position {int(positions.max())} but max_position_embeddings is {limit}; draft fewer tokens"
+                f"the block reaches position {last}, max_position_embeddings is {limit}; draft fewer tokens"
             )
         if context_mask is not None:
             context_mask = torch.nn.functional.pad(context_mask, (0, num_tokens), value=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DSpark draft with grouped-query attention: `DSparkDraftModel` checkpoints of model type "qwen3".
+"""The DSpark draft with grouped-query attention: ``DSparkDraftModel`` checkpoints of model type "qwen3".
 
 Same block, same heads as the latent-attention draft; the layers are those of Qwen3 and the cache holds full keys and
 values, so under context parallelism every rank keeps a whole copy of it.
@@ -17,7 +17,7 @@ from dcp_compile.errors import ConfigError
 
 from .attention import eager_attention
 from .backbone import DSparkBackbone
-from .configuration import check_layout, check_rope, check_taps, check_target
+from .configuration import SIZES, check_layout, check_rope, check_sizes, check_taps, check_target
 from .layers import DSparkLayer, DSparkRMSNorm, Tables
 from .rope import DSparkRotaryEmbedding, rotate_halves
 
@@ -40,8 +40,9 @@ _INERT = {
 class DSparkDraftConfig(Qwen3Config):
     """A Qwen3 config plus the draft's settings.
 
-    `target_layer_ids` and `mask_token_id` are read from the config itself or from its `dflash_config`, and have no
-    default; `num_target_layers` is the depth of the target. `block_size` and `is_causal` are as in `K3DSparkConfig`.
+    ``target_layer_ids``, ``mask_token_id`` and ``num_target_layers``, here the depth of the target, are read from the
+    config itself or from its ``dflash_config`` and have no default. ``block_size`` and ``is_causal`` are as in
+    ``K3DSparkConfig``.
 
     Raises ConfigError for values out of range and, by name, for layouts this model does not implement.
     """
@@ -77,6 +78,7 @@ class DSparkDraftConfig(Qwen3Config):
                 raise ConfigError(f"{key} is missing from the draft config and from its dflash_config")
         if not set(self.architectures) <= set(ARCHITECTURES):
             raise ConfigError(f"architectures is {self.architectures}, expected one of {ARCHITECTURES}")
+        check_sizes(self, (*SIZES, "head_dim", "num_target_layers"))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is no multiple of "
@@ -87,7 +89,7 @@ class DSparkDraftConfig(Qwen3Config):
         check_rope(self.rope_parameters, outer_theta)
 
     def check_target(self, target: PreTrainedConfig) -> None:
-        """Raise ConfigError unless `target` (a composite config is unwrapped) is the model this draft was made for."""
+        """Raise ConfigError unless ``target``, unwrapped if composite, is the model this draft was made for."""
         check_target(
             {
                 "vocab_size": self.vocab_size,
@@ -137,7 +139,7 @@ class DSparkGQAttention(nn.Module):
 
 
 class DSparkDraftModel(DSparkBackbone):
-    """The grouped-query draft (config: `DSparkDraftConfig`). How to step it: see `DSparkBackbone`."""
+    """The grouped-query draft (config: ``DSparkDraftConfig``). How to step it: see ``DSparkBackbone``."""
 
     config: DSparkDraftConfig
     config_class = DSparkDraftConfig

@@ -11,7 +11,7 @@ CE_WEIGHT, L1_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """`total` carries the gradient; the rest are detached scalars for logging, `acceptance` [K] is per row."""
+    """``total`` carries the gradient; the rest are detached scalars for logging, ``acceptance`` [K] is per row."""
 
     total: torch.Tensor
     cross_entropy: torch.Tensor
@@ -28,7 +28,7 @@ def draft_loss(
     confidence_logits: torch.Tensor | None,
     decay: float | None = None,
 ) -> DraftLoss:
-    """0.1 CE + 0.9 |p_draft - p_target|_1 + 1.0 BCE(confidence, 1 - |p_draft - p_target|_1 / 2), as in the DSpark paper.
+    """0.1 CE + 0.9 |p_draft - p_target|_1 + BCE(confidence, 1 - |p_draft - p_target|_1 / 2), as in the DSpark paper.
 
     logits, target_logits [..., K, V] are the Markov-biased draft logits and the target's logits at the same positions;
     labels [..., K] int64 the tokens that followed; valid [..., K] bool the rows that count; confidence_logits [..., K]

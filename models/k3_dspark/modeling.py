@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K3 DSpark draft: a few multi-head latent attention layers over projected target states and a block of mask tokens."""
+"""The K3 DSpark draft: a few latent-attention layers over projected target states and a block of mask tokens."""
 
 from collections.abc import Callable
 
@@ -28,9 +28,13 @@ class K3DSparkAttention(nn.Module):
         self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
         self.q_a_layernorm = DSparkRMSNorm(config.q_lora_rank, config.rms_norm_eps)
         self.q_b_proj = nn.Linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(
+            config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias=False
+        )
         self.kv_a_layernorm = DSparkRMSNorm(config.kv_lora_rank, config.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
 
     def cache_entry(self, x: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +69,7 @@ class K3DSparkAttention(nn.Module):
 
 
 class K3DSparkModel(DSparkBackbone):
-    """The draft of a Kimi-K3 target (config: `K3DSparkConfig`). How to step it: see `DSparkBackbone`."""
+    """The draft of a Kimi-K3 target (config: ``K3DSparkConfig``). How to step it: see ``DSparkBackbone``."""
 
     config: K3DSparkConfig
     config_class = K3DSparkConfig

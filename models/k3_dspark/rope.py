@@ -15,9 +15,9 @@ def _mscale(scale: float, factor: float) -> float:
 def inverse_frequencies(dim: int, rope: dict) -> list[float]:
     """Angle per position of each of the dim/2 pairs, in radians, in double precision.
 
-    `rope` is a validated `rope_parameters` dict. "default": e_i = base^(-2i/dim). "yarn" (Peng et al. 2023): pairs that
-    turn more than beta_fast times within the original context keep e_i, those that turn less than beta_slow times get
-    e_i / factor, with a linear ramp in the pair index between the two.
+    ``rope`` is a validated ``rope_parameters`` dict. "default": e_i = base^(-2i/dim). "yarn" (Peng et al. 2023): pairs
+    that turn more than beta_fast times within the original context keep e_i, those that turn less than beta_slow times
+    get e_i / factor, with a linear ramp in the pair index between the two.
     """
     base = rope["rope_theta"]
     plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
@@ -52,7 +52,7 @@ def softmax_scale(qk_head_dim: int, rope: dict) -> float:
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x_2i, x_2i+1) of `x` [B, H, S, D] by the angles whose cos and sin are [B, S, D/2].
+    """Rotate the pairs (x_2i, x_2i+1) of ``x`` [B, H, S, D] by the angles whose cos and sin are [B, S, D/2].
 
     Computed in float32 (float64 stays float64).
     """
@@ -71,8 +71,8 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 class DSparkRotaryEmbedding(nn.Module):
     """cos and sin tables [B, S, D/2], float32, for token positions [B, S].
 
-    Positions reach 2^20, where half precision angles are noise: the frequencies stay float32 whatever dtype the model is
-    cast to.
+    Positions reach 2^20, where half precision angles are noise: the frequencies stay float32 whatever dtype the model
+    is cast to.
     """
 
     inv_freq: torch.Tensor

@@ -31,10 +31,10 @@ class Blocks:
 
 
 def sample_anchors(loss_mask: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw `count` anchor positions per sequence, [B, count] ascending, among those whose next token counts.
+    """Draw ``count`` anchor positions per sequence, [B, count] ascending, among those whose next token counts.
 
-    loss_mask [B, S] bool marks the tokens to learn. Sequences with fewer candidates repeat them. Raises ConfigError if a
-    sequence has none.
+    loss_mask [B, S] bool marks the tokens to learn. Sequences with fewer candidates repeat them. Raises ConfigError if
+    a sequence has none.
     """
     candidates = loss_mask[:, 1:].float()
     if not bool((candidates.sum(1) > 0).all()):
@@ -45,7 +45,7 @@ def sample_anchors(loss_mask: torch.Tensor, count: int, generator: torch.Generat
 
 
 def make_blocks(input_ids: torch.Tensor, anchors: torch.Tensor, num_tokens: int, loss_mask: torch.Tensor) -> Blocks:
-    """input_ids [B, S] from position 0 on, anchors [B, A] positions, loss_mask [B, S] bool -> `Blocks` of K = num_tokens."""
+    """input_ids [B, S] from position 0 on, anchors [B, A], loss_mask [B, S] bool -> ``Blocks`` of K = num_tokens."""
     length = input_ids.shape[1]
     positions = anchors.unsqueeze(-1) + torch.arange(num_tokens, device=anchors.device)
 
@@ -60,7 +60,7 @@ def make_blocks(input_ids: torch.Tensor, anchors: torch.Tensor, num_tokens: int,
 def blocks_mask(
     anchors: torch.Tensor, length: int, num_tokens: int, is_causal: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Additive mask [B, 1, A*K, length + A*K]: a row sees the context before its anchor and the rows of its own block."""
+    """Additive mask [B, 1, A*K, length + A*K]: a row sees the context before its anchor and its own block."""
     device = anchors.device
     row = torch.arange(anchors.shape[1] * num_tokens, device=device)
     anchor_of_row = anchors.repeat_interleave(num_tokens, dim=1)
@@ -80,10 +80,10 @@ def parallel_blocks(
     num_tokens: int,
     embed: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Hidden states [B, A, K, H] of the blocks of all anchors, each as `model` computes it alone.
+    """Hidden states [B, A, K, H] of the blocks of all anchors, each as ``model`` computes it alone.
 
-    taps [B, S, taps * target H] and input_ids [B, S] of positions 0..S-1 (padding, if any, on the right); anchors [B, A]
-    positions below S; `embed` the target's embedding.
+    taps [B, S, taps * target H] and input_ids [B, S] of positions 0..S-1, padded on the right if at all; anchors [B, A]
+    positions below S; ``embed`` the target's embedding.
     """
     batch, length = input_ids.shape
     cache = DynamicCache()
@@ -109,10 +109,10 @@ def training_step(
     lm_head: Callable[[torch.Tensor], torch.Tensor],
     decay: float | None = None,
 ) -> DraftLoss:
-    """Loss of the blocks of `anchors` [B, A] against the target's logits [B, S, V] over the same sequence.
+    """Loss of the blocks of ``anchors`` [B, A] against the target's logits [B, S, V] over the same sequence.
 
     Row j of the anchor at n is judged by the target's logits at n + j, those that predict position n + j + 1. The other
-    arguments are those of `parallel_blocks`, `make_blocks` and `draft_loss`.
+    arguments are those of ``parallel_blocks``, ``make_blocks`` and ``draft_loss``.
     """
     blocks = make_blocks(input_ids, anchors, num_tokens, loss_mask)
     hidden = parallel_blocks(model, taps, input_ids, anchors, num_tokens, embed)

@@ -167,6 +167,8 @@ def test_loading_is_as_strict_as_for_the_latent_draft(tmp_path, seed):
         ({"mask_token_id": 3}, "dflash_config has mask_token_id"),
         ({"draft_vocab_size": 32}, "draft_vocab_size=32"),
         ({"num_key_value_heads": 4}, "no multiple"),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"block_size": 0}, "block_size=0"),
         ({"markov_head_type": "rnn"}, "markov_head_type='rnn'"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -184,4 +186,7 @@ def test_causality_comes_from_the_key_or_the_dflash_config():
     nested = settings()["dflash_config"]
     assert DSparkDraftConfig.from_dict(settings()).is_causal is False
     assert DSparkDraftConfig.from_dict(settings(dflash_config={**nested, "causal": True})).is_causal is True
-    assert DSparkDraftConfig.from_dict(settings(is_causal=False, dflash_config={**nested, "causal": True})).is_causal is False
+    assert (
+        DSparkDraftConfig.from_dict(settings(is_causal=False, dflash_config={**nested, "causal": True})).is_causal
+        is False
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block forward against an independent float64 reference, and the properties drafting relies on."""
 
+import copy
 import math
 
 import pytest
@@ -15,9 +16,7 @@ def reference_block(model, embeds, taps, context_positions, block_positions, cau
     """Hidden states [K, H] of one block of one request in float64, expanded form, no cache, complex-number rotation."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    nope, rope, v_dim, rank = (
-        config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
-    )
+    nope, rope, v_dim, rank = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank)
 
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[name]
@@ -153,9 +152,9 @@ def test_context_ingested_in_chunks_equals_one_shot(seed, cuts):
     model = tiny_draft(seed)
     taps, positions = random_taps(model, 2, 13, seed), torch.arange(13).expand(2, -1)
     whole, chunked = ingested(model, taps), DynamicCache()
-    for part, where in zip(taps.tensor_split(cuts, 1), positions.tensor_split(cuts, 1)):
+    for part, where in zip(taps.tensor_split(cuts, 1), positions.tensor_split(cuts, 1), strict=True):
         model.ingest(model.project_context(part), where, chunked)
-    for (latent, rope), (latent_chunked, rope_chunked) in zip(entries(whole), entries(chunked)):
+    for (latent, rope), (latent_chunked, rope_chunked) in zip(entries(whole), entries(chunked), strict=True):
         assert latent.shape == (2, 1, 13, 20) and rope.shape == (2, 1, 13, 8)
         torch.testing.assert_close(latent_chunked, latent, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(rope_chunked, rope, rtol=1e-4, atol=1e-5)
@@ -176,7 +175,7 @@ def test_context_enters_without_an_input_layernorm_and_block_rows_with_it(seed):
     for layer in model.layers:
         layer.input_layernorm.weight.zero_()
     after = ingested(model, taps)
-    for (latent, rope), (latent_after, rope_after) in zip(entries(before), entries(after)):
+    for (latent, rope), (latent_after, rope_after) in zip(entries(before), entries(after), strict=True):
         assert torch.equal(latent, latent_after) and torch.equal(rope, rope_after)
     model(inputs_embeds=embeds, position_ids=torch.tensor([[5, 6, 7]]), cache=after)
     assert all(latent[:, :, 5:].eq(0).all() for latent, _ in entries(after))
@@ -222,9 +221,7 @@ def test_left_padding_of_the_context_is_hidden(seed):
         cache = ingested(model, padded, positions)
         mask = torch.ones(1, 13, dtype=torch.bool)
         mask[:, :4] = False
-        hidden = model(
-            inputs_embeds=embeds, position_ids=6 + torch.arange(3)[None], cache=cache, attention_mask=mask
-        )
+        hidden = model(inputs_embeds=embeds, position_ids=6 + torch.arange(3)[None], cache=cache, attention_mask=mask)
         torch.testing.assert_close(hidden, run_block(model, taps, embeds), rtol=1e-4, atol=1e-4)
 
 
@@ -261,7 +258,9 @@ def test_confidence_without_markov_features_and_without_a_head(seed):
     model = tiny_draft(seed, confidence_head_with_markov=False)
     assert model.confidence_head.proj.weight.shape == (1, 32)
     hidden = torch.randn(1, 2, 32)
-    assert torch.equal(model.confidence(hidden, torch.tensor([[1, 2]])), model.confidence(hidden, torch.tensor([[3, 4]])))
+    assert torch.equal(
+        model.confidence(hidden, torch.tensor([[1, 2]])), model.confidence(hidden, torch.tensor([[3, 4]]))
+    )
     with pytest.raises(ConfigError, match="no confidence head"):
         tiny_draft(seed, enable_confidence_head=False).confidence(hidden, torch.tensor([[1, 2]]))
 
@@ -292,6 +291,31 @@ def test_the_cache_sees_latents_before_expansion_and_attention_is_pluggable(seed
     torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_heads_split_over_ranks_add_up(seed):
+    """Head counts come from the weights, so a rank holding some of the heads computes their share of the output."""
+    model = tiny_draft(seed, dtype=torch.float64, num_attention_heads=4)
+    attention = model.layers[0].self_attn
+    x, tables = torch.randn(2, 5, 32, dtype=torch.float64), model.rotary_emb(torch.arange(5).expand(2, -1))
+    total = 0
+    for rank, heads in enumerate((3, 1)):
+        part = copy.deepcopy(attention)
+        first = 3 * rank
+        for name, width, dim in (("q_b_proj", 18, 0), ("kv_b_proj", 22, 0), ("o_proj", 12, 1)):
+            whole = getattr(attention, name).weight
+            getattr(part, name).weight.data = whole.narrow(dim, first * width, heads * width).clone()
+        total = total + part(x, tables, None, None)
+    torch.testing.assert_close(total, attention(x, tables, None, None))
+
+
+def test_the_attention_implementation_can_be_switched(seed):
+    model = tiny_draft(seed)
+    taps, embeds = random_taps(model, 1, 4, seed), torch.randn(1, 3, 32)
+    before = run_block(model, taps, embeds)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(run_block(model, taps, embeds), before, rtol=1e-4, atol=1e-4)
+
+
 def test_block_and_ingestion_trace_into_one_graph_each(seed):
     model = tiny_draft(seed)
     taps, embeds = random_taps(model, 2, 4, seed), torch.randn(2, 3, 32)
@@ -303,7 +327,7 @@ def test_block_and_ingestion_trace_into_one_graph_each(seed):
 
     def step(embeds, positions, latents, ropes):
         cache = DynamicCache()
-        for layer, (latent, rope) in enumerate(zip(latents, ropes)):
+        for layer, (latent, rope) in enumerate(zip(latents, ropes, strict=True)):
             cache.update(latent, rope, layer)
         return model(inputs_embeds=embeds, position_ids=positions, cache=cache)
 

@@ -47,7 +47,9 @@ def test_a_trained_draft_is_accepted_and_changes_nothing(seed):
     ids = torch.cat((prompt, expected[None]), 1)
     with torch.no_grad():
         out = target(ids, tap_layers=draft.config.target_layer_ids)
-    embed, head = (layer.requires_grad_(False) for layer in (target.get_input_embeddings(), target.get_output_embeddings()))
+    embed, head = (
+        layer.requires_grad_(False) for layer in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
     logits = 20 * out.logits  # sharpened, since the loop is greedy
     loss_mask = torch.ones_like(ids, dtype=torch.bool)
     loss_mask[:, :9] = False
@@ -86,9 +88,15 @@ def first_two_tokens(rule, seed, num_tokens):
     with torch.no_grad():
         draft.ingest(draft.project_context(random_taps(draft, 1, 4, seed)), torch.arange(4)[None], context)
     cache = DynamicCache()
-    cache.update(context.layers[0].keys.expand(TRIALS, -1, -1, -1), context.layers[0].values.expand(TRIALS, -1, -1, -1), 0)
+    cache.update(
+        context.layers[0].keys.expand(TRIALS, -1, -1, -1), context.layers[0].values.expand(TRIALS, -1, -1, -1), 0
+    )
 
-    anchor, emitted, length = torch.full((TRIALS,), 2), torch.zeros(TRIALS, 16, dtype=torch.long), torch.zeros(TRIALS).long()
+    anchor, emitted, length = (
+        torch.full((TRIALS,), 2),
+        torch.zeros(TRIALS, 16, dtype=torch.long),
+        torch.zeros(TRIALS).long(),
+    )
     while int(length.min()) < 2:
         block = draft.draft_block(anchor, 4, cache, embed, head, num_tokens, temperature=8.0, generator=generator)
         q, p = (block.logits / 8.0).softmax(-1), target.verify(anchor, block.tokens)

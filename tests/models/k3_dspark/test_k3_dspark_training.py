@@ -46,7 +46,9 @@ def test_decay_defaults_to_the_block_length_and_a_missing_head_costs_nothing(see
 
 def test_no_valid_row_gives_a_zero_loss_with_a_zero_gradient(seed):
     draft = torch.randn(1, 2, 4, requires_grad=True, generator=torch.Generator().manual_seed(seed))
-    loss = draft_loss(draft, torch.randn(1, 2, 4), torch.zeros(1, 2).long(), torch.zeros(1, 2).bool(), torch.zeros(1, 2))
+    loss = draft_loss(
+        draft, torch.randn(1, 2, 4), torch.zeros(1, 2).long(), torch.zeros(1, 2).bool(), torch.zeros(1, 2)
+    )
     loss.total.backward()
     assert loss.total.item() == 0 and draft.grad.eq(0).all()
 
