@@ -205,7 +205,7 @@ class KimiK3DeltaAttention(nn.Module):
         """
         if padding_mask is not None:
             hidden_states = hidden_states * padding_mask[..., None].to(hidden_states.dtype)
-        batch, seq, _ = hidden_states.shape
+        seq = hidden_states.shape[1]
         state = None if cache is None else recurrent_state(cache, self.layer_idx)
 
         window = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
@@ -214,9 +214,12 @@ class KimiK3DeltaAttention(nn.Module):
             window = cache.update_conv_state(window, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
         # The cache returns its history and the new tokens, as many columns of history as it happens to have.
         history = self.conv_kernel_size - 1
-        window = F.pad(window, (history, 0))[..., -(history + seq) :]
+        missing = history + seq - window.shape[-1]
+        if missing > 0:
+            window = torch.cat([window.new_zeros(*window.shape[:2], missing), window], dim=-1)
+        window = window[..., -(history + seq) :]
         query, key, value = (
-            conv(part).view(batch, seq, -1, self.head_dim)
+            conv(part).unflatten(-1, (-1, self.head_dim))
             for conv, part in zip((self.q_conv1d, self.k_conv1d, self.v_conv1d), window.chunk(3, dim=1), strict=True)
         )
 
@@ -229,5 +232,5 @@ class KimiK3DeltaAttention(nn.Module):
         if cache is not None:
             cache.update_recurrent_state(state, self.layer_idx)
 
-        gate = self.g_proj(hidden_states).view(batch, seq, -1, self.head_dim)
-        return self.o_proj(self.o_norm(out, gate).reshape(batch, seq, -1))
+        gate = self.g_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(self.o_norm(out, gate).flatten(-2))
