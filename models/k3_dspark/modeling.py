@@ -46,7 +46,8 @@ class K3DSparkAttention(nn.Module):
     def expand_kv(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """latent [B, 1, T, R], k_rope [B, 1, T, Dr] -> key [B, heads, T, Dn + Dr], value [B, heads, T, Dv]."""
         nope, v_dim = self.config.qk_nope_head_dim, self.config.v_head_dim
-        expanded = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, nope + v_dim)).transpose(1, 2)
+        batch, _, entries, _ = latent.shape
+        expanded = self.kv_b_proj(latent).view(batch, entries, -1, nope + v_dim).transpose(1, 2)
         k_nope, value = expanded.split([nope, v_dim], dim=-1)
         return torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1), value
 
