@@ -68,9 +68,8 @@ class KimiK3Attention(nn.Module):
 
     def expand_kv(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Per-head keys and values ``[batch, heads, seq, dim]`` of cached entries ``[batch, 1, seq, ...]``."""
-        batch, _, seq, _ = latent.shape
         head_dims = [self.qk_nope_head_dim, self.v_head_dim]
-        expanded = self.kv_b_proj(latent).view(batch, seq, -1, sum(head_dims)).transpose(1, 2)
+        expanded = self.kv_b_proj(latent).squeeze(1).unflatten(-1, (-1, sum(head_dims))).transpose(1, 2)
         key, value = expanded.split(head_dims, dim=-1)
         return torch.cat([key, shared_key.expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
@@ -78,9 +77,8 @@ class KimiK3Attention(nn.Module):
         self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """``hidden_states [batch, seq, hidden]`` -> the same shape, and the attention weights if the function has them."""
-        batch, seq, _ = hidden_states.shape
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        query = query.view(batch, seq, -1, self.qk_head_dim).transpose(1, 2)
+        query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
 
         latent, shared_key = self.kv_a_proj_with_mqa(hidden_states).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
@@ -92,5 +90,5 @@ class KimiK3Attention(nn.Module):
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        out = out.reshape(batch, seq, -1) * torch.sigmoid(self.g_proj(hidden_states))
+        out = out.flatten(-2) * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(out), weights
