@@ -4,8 +4,8 @@
 Shapes: ``drafts [rows, K]`` int64 holds the draft tokens d_1 .. d_K, of which the first ``counts[row]`` are real (the
 others must be valid token ids and are ignored). ``probs [rows, K + 1, vocab]`` holds the target's distribution p_j of
 the token after the anchor and d_1 .. d_{j-1}, at index j - 1; a row reads indices 0 .. ``counts[row]`` only.
-``draft_probs [rows, K, vocab]`` holds q_j, the distribution d_j was drawn from; None means that q_j is one-hot at d_j, as
-for a deterministic draft.
+``draft_probs [rows, K, vocab]`` holds q_j, the distribution d_j was drawn from; None means that q_j is one-hot at d_j,
+as for a deterministic draft.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def block(
 ) -> Verdict:
     """Judge the block as a whole; keeps at least as many tokens as :func:`standard` on average.
 
-    With P_0 = 1, P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i)) and R_i = sum_x max(P_i p_{i+1}(x) - q_{i+1}(x), 0), prefix i
-    passes with probability h_i = R_i / (R_i + 1 - P_i) for i < K and h_K = P_K, each by its own draw; the longest
-    prefix that passes is kept (the empty one always passes). The next token is drawn from max(P_i p_{i+1} - q_{i+1}, 0),
-    normalised, or from p_{K+1} if all are kept. Source: Sun et al., Block Verification Accelerates Speculative Decoding,
-    2024, algorithm 2.
+    With P_0 = 1, P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i)) and R_i = sum_x max(P_i p_{i+1}(x) - q_{i+1}(x), 0), prefix
+    i passes with probability h_i = R_i / (R_i + 1 - P_i) for i < K and h_K = P_K, each by its own draw; the longest
+    prefix that passes is kept (the empty one always passes). The next token is drawn from max(P_i p_{i+1} - q_{i+1},
+    0), normalised, or from p_{K+1} if all are kept. Source: Sun et al., Block Verification Accelerates Speculative
+    Decoding, 2024, algorithm 2.
     """
     rows, width = drafts.shape
     target, draft = _at_drafts(probs, drafts, draft_probs)

@@ -22,8 +22,8 @@ from .processors import is_context_free
 
 
 class HeldStreamer(BaseStreamer):
-    """Keeps back what generate() streams before the loop runs: an error must not leave a prompt in the caller's streamer,
-    and only the leader streams."""
+    """Keeps back what generate() streams before the loop runs: an error must not leave a prompt in the caller's
+    streamer, and only the leader streams."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer = streamer
@@ -96,6 +96,7 @@ def prepare(
 ) -> DecodeCall:
     """Collect the arguments of a transformers decoding method; raises GenerationError for what cannot be decoded."""
     validate.check_model_kwargs(model_kwargs)
+    input_ids = input_ids.long()
     prompts, pads = validate.split_prompts(input_ids, model_kwargs.get("attention_mask"), vocab_size)
     eos_tokens = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
     limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]

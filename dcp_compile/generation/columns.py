@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequences of one generate() call, ragged inside and column by column for the caller.
 
-Rows grow at their own pace. A column is *published* once every row that takes part has a token for it: stopping criteria
-and the streamer then see exactly the calls that lock-step decoding makes, whatever the rows hold beyond it.
+Rows grow at their own pace. A column is *published* once every row that takes part has a token for it: stopping
+criteria and the streamer then see exactly the calls that lock-step decoding makes, whatever the rows hold beyond it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Columns:
         return next((i + 1 for i, token in enumerate(tokens) if token in self._call.eos_tokens), len(tokens))
 
     def extend(self, tokens: Tensor, counts: Sequence[int], scores: Tensor, logits: Tensor) -> None:
-        """Append the first ``counts[row]`` of ``tokens [rows, columns]``; scores and logits are ``[rows, columns, vocab]``."""
+        """Append the first ``counts[row]`` of ``tokens [rows, columns]``; the others are ``[rows, columns, vocab]``."""
         host = tokens.to(self._host.device)
         for row, count in enumerate(counts):
             start = self.lengths[row]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where draft tokens come from: n-gram lookup, any causal LM, or an object that brings its own proposer.
 
-``assistant_model`` may be any object with a method ``dcp_proposer() -> Proposer``; it is called once per generate() call.
-The order of calls is fixed: ``begin``, the session's prefill, then ``propose``, verify, ``commit`` in turn, at last
-``close``. A proposer decides how fast tokens come, never which: acceptance keeps the target's distribution.
+``assistant_model`` may be any object with a method ``dcp_proposer() -> Proposer``; it is called once per generate()
+call. The order of calls is fixed: ``begin``, the session's prefill, then ``propose``, verify, ``commit`` in turn, at
+last ``close``. A proposer decides how fast tokens come, never which: acceptance keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Sampling:
     def pick(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose one token per row of ``logits [rows, vocab]``.
 
-        Returns int64 tokens ``[rows]`` and the float32 distribution ``[rows, vocab]`` they were drawn from (None for argmax).
+        Returns int64 tokens ``[rows]`` and the float32 distribution ``[rows, vocab]`` they were drawn from (None for
+        argmax).
         """
         if not self.do_sample:
             return logits.argmax(dim=-1), None
@@ -78,9 +79,10 @@ class Proposer(Protocol):
         ...
 
     def propose(self, sequences: Sequence[Tensor], limits: Sequence[int]) -> Proposal:
-        """Draft what follows ``sequences``: all tokens of each row, int64 ``[length]`` on the CPU, the last one uncommitted.
+        """Draft what follows ``sequences``: all tokens of each row, int64 ``[length]`` on the CPU.
 
-        At most ``limits[row]`` tokens per row; a limit of 0 also stands for a row that has finished.
+        The last token of each is the one not committed yet. At most ``limits[row]`` tokens per row; a limit of 0 also
+        stands for a row that has finished.
         """
         ...
 
@@ -131,8 +133,8 @@ class PromptLookup:
 class CausalLMProposer:
     """Drafts with a Hugging Face causal LM of the same vocabulary, row by row, keeping a cache of each row.
 
-    The kept caches hold committed tokens only: a draft is rolled back by cropping a cache that is all softmax attention,
-    and by drafting on a copy of any other (a recurrent state cannot be rolled back).
+    The kept caches hold committed tokens only: a draft is rolled back by cropping a cache that is all softmax
+    attention, and by drafting on a copy of any other (a recurrent state cannot be rolled back).
     """
 
     def __init__(self, model: Any) -> None:
@@ -174,7 +176,7 @@ class CausalLMProposer:
             cache = copy.deepcopy(cache)
         for step in range(limit):
             if step:
-                logits = self._forward(cache, token)
+                logits = self._forward(cache, tokens[-1:])
             token, distribution = self._sampling.pick(logits)
             tokens = torch.cat([tokens, token])
             if distribution is not None:

@@ -29,8 +29,10 @@ class Session(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
     def prefill(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Commit the prompts, one int64 ``[length]`` per row, unpadded; returns the float32 logits ``[rows, vocab]`` that
-        follow each prompt's last token."""
+        """Commit the prompts, one int64 ``[length]`` per row, unpadded.
+
+        Returns the float32 logits ``[rows, vocab]`` after each prompt's last token.
+        """
         ...
 
     def decode(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
@@ -53,7 +55,7 @@ class Session(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The leader's values, on every rank; shape, dtype and device are those of ``tensor`` and equal on all ranks."""
+        """The leader's values on every rank, on the device of ``tensor``; shape and dtype are the same on all ranks."""
         ...
 
 

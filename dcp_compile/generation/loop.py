@@ -41,16 +41,16 @@ def decode_plain(session: Session, call: DecodeCall) -> GenerateDecoderOnlyOutpu
 def decode_speculative(
     session: Session, call: DecodeCall, proposer: Proposer, width: int, acceptance: str
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """Draft at most ``width`` tokens per row, verify them in one step, keep what ``acceptance`` (a name in RULES) allows.
+    """Draft at most ``width`` tokens per row, verify them in one step, keep what ``acceptance`` (of RULES) allows.
 
-    Rows advance independently if all processors are context-free. Otherwise each step advances all rows by the tokens the
-    slowest one keeps, so that processors see the same rectangular batches as without drafts. Scores of a row's columns
-    after its end are zeros.
+    Rows advance independently if all processors are context-free. Otherwise each step advances all rows by the tokens
+    the slowest one keeps, so that processors see the same rectangular batches as without drafts. Scores of a row's
+    columns after its end are zeros.
     """
+    proposer.begin(session, call.prompts, call.sampling)
     columns = Columns(call, session)
     rows = range(len(call.prompts))
     ragged = all(is_context_free(processor) for processor in call.processors)
-    proposer.begin(session, call.prompts, call.sampling)
     _append_column(session, call, columns, session.prefill(call.prompts), [True for _ in rows])
     columns.publish()
     while not columns.finished:
@@ -59,7 +59,7 @@ def decode_speculative(
         proposal = proposer.propose(columns.sequences(), limits)
         proposal = dataclasses.replace(proposal, tokens=proposal.tokens.cpu())
         check_proposal(proposal, limits, call.vocab_size)
-        drafts, counts = _agree_on_drafts(session, columns, proposal, width)
+        drafts, counts = _agree_on_drafts(session, call, columns, proposal, width)
         window = torch.cat([columns.last()[:, None], drafts], dim=1)
         fed = [counts[row] + 1 if runs[row] else 0 for row in rows]
         logits = _take(session.verify(window, fed), call, fed)
@@ -68,10 +68,10 @@ def decode_speculative(
         else:
             scores, judged = _scores_in_lockstep(session, call, columns, drafts, counts, runs, logits)
         tokens, emitted = _judge(session, call, scores, drafts, judged, proposal.probs, acceptance)
-        kept = [columns.until_end(tokens[row, : emitted[row]].tolist()) if runs[row] else 0 for row in rows]
+        kept = [columns.until_end(emitted[row]) if runs[row] else 0 for row in rows]
         if not ragged:
-            ends = [runs[row] and int(tokens[row, kept[row] - 1]) in call.eos_tokens for row in rows]
-            slowest = min((kept[row] for row in rows if runs[row] and not ends[row]), default=max(kept))
+            lasting = [row for row in rows if runs[row] and emitted[row][kept[row] - 1] not in call.eos_tokens]
+            slowest = min((kept[row] for row in lasting), default=max(kept))
             kept = [min(count, slowest) for count in kept]
         session.commit(kept)
         proposer.commit(kept)
@@ -104,7 +104,7 @@ def _take(logits: Tensor, call: DecodeCall, counts: Sequence[int]) -> Tensor:
 
 
 def _agree_on_drafts(
-    session: Session, columns: Columns, proposal: Proposal, width: int
+    session: Session, call: DecodeCall, columns: Columns, proposal: Proposal, width: int
 ) -> tuple[Tensor, list[int]]:
     """The leader's drafts, cut after a token that ends the row: int64 ``[rows, most drafts]`` and the count per row."""
     packed = proposal.tokens.new_zeros(len(proposal.counts), width + 1)
@@ -112,7 +112,7 @@ def _agree_on_drafts(
         count = columns.until_end(proposal.tokens[row, :count].tolist())
         packed[row, :count] = proposal.tokens[row, :count]
         packed[row, width] = count
-    packed = session.broadcast(packed.to(columns.ids.device))
+    packed = session.broadcast(packed.to(call.input_ids.device))
     counts = packed[:, width].tolist()
     return packed[:, : max(counts)], counts
 
@@ -128,36 +128,35 @@ def _scores_in_lockstep(
 ) -> tuple[Tensor, list[int]]:
     """Scores of processors that need the whole batch at one length, column by column; all rows are equally long.
 
-    Stops at the first column a row surely does not pass (its draft is impossible, or there is none): later prefixes
-    would be ones plain decoding never shows a processor. Returns scores ``[rows, columns done, vocab]`` and the drafts
-    per row that can still be judged. A draft found impossible stays, so that the rule rejects it.
+    Stops at the first column a row surely does not pass (its draft is impossible, or there is none), and where all rows
+    end: later prefixes would be ones plain decoding never shows a processor. Returns scores
+    ``[rows, columns done, vocab]`` and the drafts per row that can still be judged. A draft found impossible stays, so
+    that the rule rejects it.
     """
+    rows = range(len(counts))
+    ends = [count > 0 and row[count - 1] in call.eos_tokens for row, count in zip(drafts.tolist(), counts)]
     following = torch.where(_first(drafts, counts), drafts, call.pad_token)
     ids = torch.cat([columns.ids, following], dim=1)
     done: list[Tensor] = []
     for offset in range(logits.shape[1]):
         done.append(call.processors(ids[:, : columns.width + offset].contiguous(), logits[:, offset].contiguous()))
-        drafting = torch.tensor([run and offset < count for run, count in zip(runs, counts)], device=ids.device)
-        exhausted = [
-            run and offset == count and not _ends(call, drafts[row, :count])
-            for row, (run, count) in enumerate(zip(runs, counts))
-        ]
-        impossible = torch.zeros_like(drafting)
-        if offset < drafts.shape[1]:
+        drafting = [runs[row] and offset < counts[row] for row in rows]
+        impossible = torch.zeros(len(counts), dtype=torch.bool, device=ids.device)
+        if any(drafting):
             draft = drafts[:, offset, None]
             if call.do_sample:
                 impossible = done[-1].gather(1, draft).isneginf().squeeze(1)
             else:
                 impossible = done[-1].argmax(dim=1) != draft.squeeze(1)
-        impossible = session.broadcast((impossible & drafting).long()).tolist()
-        if any(impossible) or any(exhausted):
+            impossible = impossible & torch.tensor(drafting, device=ids.device)
+        rejected = session.broadcast(impossible.long()).tolist()
+        final = [drafting[row] and ends[row] and offset == counts[row] - 1 for row in rows]
+        exhausted = [runs[row] and offset == counts[row] and not ends[row] for row in rows]
+        goes_on = any(drafting[row] and not final[row] for row in rows)
+        if any(rejected) or any(exhausted) or not goes_on:
             break
-    judged = [min(count, offset + rejected) for count, rejected in zip(counts, impossible)]
+    judged = [min(counts[row], offset + (rejected[row] or final[row])) for row in rows]
     return torch.stack(done, dim=1), judged
-
-
-def _ends(call: DecodeCall, drafts: Tensor) -> bool:
-    return len(drafts) > 0 and int(drafts[-1]) in call.eos_tokens
 
 
 def _first(drafts: Tensor, counts: Sequence[int]) -> Tensor:
@@ -172,18 +171,18 @@ def _judge(
     counts: list[int],
     probs: Tensor | None,
     acceptance: str,
-) -> tuple[Tensor, list[int]]:
-    """The leader's verdict: tokens ``[rows, width + 1]``, of which each row emits the returned number."""
+) -> tuple[Tensor, list[list[int]]]:
+    """The leader's verdict: tokens ``[rows, most drafts + 1]``, and those each row emits."""
     width = max(counts)
     packed = drafts.new_zeros(len(drafts), width + 2)
     if session.is_leader:
-        if scores.shape[1] <= width:  # the last draft is impossible: nothing can follow it
+        if scores.shape[1] <= width:  # the last draft is impossible or ends its row: nothing follows it
             scores = torch.nn.functional.pad(scores, (0, 0, 0, 1))
         verdict = _apply_rule(call, scores[:, : width + 1], drafts[:, :width], counts, probs, acceptance)
         packed[:, :-1] = verdict.tokens
         packed[:, -1] = verdict.accepted + 1
     packed = session.broadcast(packed)
-    return packed[:, :-1], packed[:, -1].tolist()
+    return packed[:, :-1], [row[: row[-1]] for row in packed.tolist()]
 
 
 def _apply_rule(

@@ -8,7 +8,6 @@ stay transformers' own.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 from typing import Any
@@ -19,8 +18,8 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from ..errors import GenerationError, UnsupportedModelError
 from . import validate
-from .call import DecodeCall, HeldStreamer, prepare
-from .drafts import CausalLMProposer, Proposer, PromptLookup
+from .call import HeldStreamer, prepare
+from .drafts import CausalLMProposer, PromptLookup, Proposer
 from .interface import Engine
 from .loop import decode_plain, decode_speculative
 
@@ -32,7 +31,8 @@ def attach(model: PreTrainedModel, engine: Engine) -> None:
     """Make ``model.generate()`` decode on ``engine``.
 
     Raises:
-        UnsupportedModelError: the model cannot generate, has an engine, or replaces a generation method on the instance.
+        UnsupportedModelError: the model cannot generate, has an engine, or replaces a generation method on the
+        instance.
     """
     name = type(model).__name__
     if is_attached(model):
@@ -42,8 +42,8 @@ def attach(model: PreTrainedModel, engine: Engine) -> None:
     replaced = sorted(set(vars(model)) & {"generate", *vars(DcpGenerateMixin)} - {"__module__", "__doc__"})
     if replaced:
         raise UnsupportedModelError(
-            f"{name} has its own {', '.join(replaced)} on the instance (a custom_generate repository does this), which would "
-            "bypass the compiled loop; load the model without it"
+            f"{name} has its own {', '.join(replaced)} on the instance (a custom_generate repository does this), which "
+            "would bypass the compiled loop; load the model without it"
         )
     vars(model)[ENGINE] = engine  # past nn.Module.__setattr__: an engine is no submodule
     model.__class__ = _subclass(type(model))
@@ -115,7 +115,9 @@ class DcpGenerateMixin:
             finally:
                 proposer.close()
 
-    def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *rest: Any) -> dict[str, Any]:
+    def _extract_generation_mode_kwargs(
+        self, custom_generate: Any, kwargs: dict[str, Any], *rest: Any
+    ) -> dict[str, Any]:
         acceptance = kwargs.pop("acceptance", None)
         mode_kwargs = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *rest)
         return mode_kwargs if acceptance is None else {**mode_kwargs, "acceptance": acceptance}
@@ -125,7 +127,10 @@ class DcpGenerateMixin:
         validate.check_mode(generation_mode)
 
     def _validate_generation_mode(
-        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+        self,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
     ) -> None:
         validate.check_config(vars(self)[ENGINE], generation_mode, generation_config, generation_mode_kwargs)
 
@@ -145,29 +150,32 @@ class DcpGenerateMixin:
 
     def __deepcopy__(self, memo: dict) -> None:
         raise UnsupportedModelError(
-            "a compiled model owns pages and captured graphs and cannot be copied; call dcp_compile.unoptimize(model) first"
+            "a compiled model owns pages and captured graphs and cannot be copied; call dcp_compile.unoptimize(model) "
+            "first"
         )
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles hold the plain model: optimise it again after loading."""
         state = {name: value for name, value in vars(self).items() if name != ENGINE}
-        return copyreg.__newobj__, (type(self).__mro__[2],), state
+        return object.__new__, (type(self).__mro__[2],), state
 
 
 @functools.cache
 def _subclass(base: type) -> type:
     """The class of compiled models that were a ``base``; its method resolution order is [itself, mixin, base, ...]."""
     signature = inspect.signature(base.generate)
+    extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
     @functools.wraps(base.generate)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        named = bound.arguments
-        arguments = {**named, **named.get("kwargs", {})}
+        named, keywords = bound.arguments, bound.arguments.get(extra, {})
+        arguments = {**named, **keywords}
         validate.check_arguments(self, arguments)
         validate.warn_ignored(arguments)
         if arguments.get("streamer") is not None:
-            named["streamer"] = HeldStreamer(arguments["streamer"])
+            holder = keywords if "streamer" in keywords else named
+            holder["streamer"] = HeldStreamer(arguments["streamer"])
         return base.generate(*bound.args, **bound.kwargs)
 
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

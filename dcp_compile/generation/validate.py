@@ -66,32 +66,41 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
         if arguments.get(name) is not None:
             raise GenerationError(f"{name} is not available on a compiled model: {reason}; or {UNOPTIMIZE}")
     if arguments.get("cache_implementation") == "paged":
-        raise GenerationError(f"cache_implementation='paged' is transformers' own paged cache: leave it out, or {UNOPTIMIZE}")
-    input_ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
-    if input_ids is not None and (input_ids.dim() != 2 or 0 in input_ids.shape):
         raise GenerationError(
-            f"input_ids has shape {list(input_ids.shape)}; expected [rows, columns] with at least one row and one column"
+            f"cache_implementation='paged' is transformers' own paged cache: leave it out, or {UNOPTIMIZE}"
         )
+    input_ids = arguments.get("inputs") if arguments.get("inputs") is not None else arguments.get("input_ids")
+    if input_ids is not None and (not isinstance(input_ids, Tensor) or input_ids.is_floating_point()):
+        raise GenerationError(
+            f"input_ids is a {_describe(input_ids)}; expected a tensor of token ids (return_tensors='pt')"
+        )
+    if input_ids is not None and (input_ids.dim() != 2 or 0 in input_ids.shape):
+        raise GenerationError(f"input_ids has shape {list(input_ids.shape)}; expected [rows, columns] both at least 1")
+    mask = arguments.get("attention_mask")
+    if input_ids is not None and mask is not None:
+        _check_mask_shape(input_ids, mask)
 
 
 def warn_ignored(arguments: Mapping[str, Any]) -> None:
     """Warn about settings of this call that have no effect."""
     config = arguments.get("generation_config")
     for name, reason in _IGNORED_SETTINGS.items():
-        if arguments.get(name) is not None or getattr(config, name, None) is not None:
-            warnings.warn(f"{name} is ignored on a compiled model: {reason}", UserWarning, stacklevel=4)
+        if arguments.get(name) or getattr(config, name, None):
+            warnings.warn(f"{name} is ignored on a compiled model: {reason}", UserWarning, stacklevel=3)
 
 
 def check_mode(mode: GenerationMode) -> None:
     """Raises GenerationError for anything but greedy search, sampling and drafting."""
     if mode not in SUPPORTED_MODES:
         raise GenerationError(
-            f"generation mode {mode.value} is not available on a compiled model, which does greedy search and sampling, "
-            f"with or without drafts: use {_MODE_SWITCHES[mode]}, or {UNOPTIMIZE}"
+            f"generation mode {mode.value} is not available on a compiled model, which does greedy search and "
+            f"sampling, with or without drafts: use {_MODE_SWITCHES.get(mode, 'another mode')}, or {UNOPTIMIZE}"
         )
 
 
-def check_config(engine: Engine, mode: GenerationMode, config: GenerationConfig, mode_kwargs: Mapping[str, Any]) -> None:
+def check_config(
+    engine: Engine, mode: GenerationMode, config: GenerationConfig, mode_kwargs: Mapping[str, Any]
+) -> None:
     """Check the merged generation config and the draft.
 
     Raises:
@@ -102,7 +111,10 @@ def check_config(engine: Engine, mode: GenerationMode, config: GenerationConfig,
     acceptance = mode_kwargs.get("acceptance")
     refused = {
         "output_attentions": (config.output_attentions, "attention weights are never materialised; leave it out"),
-        "output_hidden_states": (config.output_hidden_states, "hidden states stay inside the compiled step; leave it out"),
+        "output_hidden_states": (
+            config.output_hidden_states,
+            "hidden states stay inside the compiled step; leave it out",
+        ),
         "use_cache": (config.use_cache is False, "decoding works on the paged cache; use_cache must not be False"),
         "cache_implementation": (
             config.cache_implementation not in (None, "dynamic"),
@@ -121,21 +133,25 @@ def check_config(engine: Engine, mode: GenerationMode, config: GenerationConfig,
             raise GenerationError(f"{name} is not available on a compiled model: {remedy}; or {UNOPTIMIZE}")
     if mode is not GenerationMode.ASSISTED_GENERATION:
         if acceptance is not None:
-            raise GenerationError(f"acceptance={acceptance!r} needs drafts: pass assistant_model or prompt_lookup_num_tokens")
+            raise GenerationError(
+                f"acceptance={acceptance!r} needs drafts: pass assistant_model or prompt_lookup_num_tokens"
+            )
         return
     if acceptance is not None and acceptance not in RULES:
         raise GenerationError(f"acceptance={acceptance!r} is not one of {', '.join(map(repr, RULES))}")
     if engine.max_query_rows < 2:
         raise GenerationError(
-            "the model was compiled without verify steps: optimize it with num_speculative_tokens of at least 1, or leave "
-            "out assistant_model and prompt_lookup_num_tokens"
+            "the model was compiled without verify steps: optimize it with num_speculative_tokens of at least 1, or "
+            "leave out assistant_model and prompt_lookup_num_tokens"
         )
     for name in ("num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise GenerationError(f"{name}={value} must be at least 1; leave out the draft to decode without one")
     if assistant is not None and config.prompt_lookup_num_tokens is not None:
-        raise GenerationError("assistant_model and prompt_lookup_num_tokens are two sources of drafts; pass one of them")
+        raise GenerationError(
+            "assistant_model and prompt_lookup_num_tokens are two sources of drafts; pass one of them"
+        )
     if assistant is not None:
         _check_assistant(engine, assistant)
 
@@ -147,8 +163,8 @@ def _check_assistant(engine: Engine, assistant: Any) -> None:
         vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", engine.vocab_size)
         if vocab_size != engine.vocab_size:
             raise GenerationError(
-                f"assistant_model {name} has {vocab_size} tokens, the target {engine.vocab_size}: pass a draft trained with "
-                "the target's vocabulary"
+                f"assistant_model {name} has {vocab_size} tokens, the target {engine.vocab_size}: pass a draft trained "
+                "with the target's vocabulary"
             )
     if getattr(assistant, "training", False):
         raise GenerationError(f"assistant_model {name} is in training mode; call its eval() before generate()")
@@ -167,8 +183,8 @@ def check_processors(processors: LogitsProcessorList) -> None:
     for processor in processors:
         if is_stateful(processor):
             raise GenerationError(
-                f"{type(processor).__name__} keeps state from call to call, which rejected drafts would corrupt: generate "
-                "without assistant_model and prompt_lookup_num_tokens"
+                f"{type(processor).__name__} keeps state from call to call, which rejected drafts would corrupt: "
+                "generate without assistant_model and prompt_lookup_num_tokens"
             )
 
 
@@ -177,7 +193,7 @@ def check_model_kwargs(model_kwargs: Mapping[str, Any]) -> None:
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _EXPECTED_KWARGS)
     if extra:
         raise GenerationError(
-            f"{', '.join(extra)}: the compiled steps take token ids and attention_mask only; leave it out, or {UNOPTIMIZE}"
+            f"{', '.join(extra)}: the compiled steps take only token ids and a mask; leave it out or {UNOPTIMIZE}"
         )
 
 
@@ -197,17 +213,14 @@ def split_prompts(input_ids: Tensor, mask: Tensor | None, vocab_size: int) -> tu
     """
     columns = input_ids.shape[1]
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
-    if real.shape != input_ids.shape:
-        raise GenerationError(
-            f"attention_mask has shape {list(real.shape)}, input_ids {list(input_ids.shape)}: they must be equal"
-        )
+    _check_mask_shape(input_ids, real)  # token healing can change the ids after the call's own mask was checked
     lengths = real.sum(dim=1)
     left_padded = torch.arange(columns, device=input_ids.device) >= columns - lengths[:, None]
     wrong = (real != left_padded).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         raise GenerationError(
-            f"rows {wrong}: attention_mask is zero after a prompt's first token. Use padding_side='left'; if there is no "
-            "padding and the prompt merely contains the pad token, pass attention_mask=torch.ones_like(input_ids)"
+            f"rows {wrong}: attention_mask is zero after a prompt's first token. Use padding_side='left'; if there is "
+            "no padding and the prompt merely contains the pad token, pass attention_mask=torch.ones_like(input_ids)"
         )
     empty = (lengths == 0).nonzero().flatten().tolist()
     if empty:
@@ -217,6 +230,17 @@ def split_prompts(input_ids: Tensor, mask: Tensor | None, vocab_size: int) -> tu
         raise GenerationError(f"input_ids contains {outside[0]}; token ids must be in [0, {vocab_size})")
     pads = [columns - length for length in lengths.tolist()]
     return [input_ids[row, pad:] for row, pad in enumerate(pads)], pads
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_mask_shape(input_ids: Tensor, mask: Tensor) -> None:
+    if mask.shape != input_ids.shape:
+        raise GenerationError(
+            f"attention_mask has shape {list(mask.shape)}, input_ids {list(input_ids.shape)}: they must be equal"
+        )
 
 
 def check_proposal(proposal: Proposal, limits: Sequence[int], vocab_size: int) -> None:

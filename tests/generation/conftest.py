@@ -8,7 +8,6 @@ from tests.generation.helpers import Pair, tiny_qwen3
 from tests.tiny_models import tiny_kimi_linear
 
 
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)

@@ -75,7 +75,9 @@ class Scripted:
     Records the calls it gets, and checks their order.
     """
 
-    def __init__(self, rows: list[list[int]], corrupt: Callable[[int, int, int], int] = lambda row, at, token: token) -> None:
+    def __init__(
+        self, rows: list[list[int]], corrupt: Callable[[int, int, int], int] = lambda row, at, token: token
+    ) -> None:
         self._rows = rows
         self._corrupt = corrupt
         self.calls: list[str] = []

@@ -31,7 +31,9 @@ class ReferenceEngine:
 
     def open(self, batch: int, max_length: int) -> ReferenceSession:
         if batch > self.max_batch or max_length > self.max_length:
-            raise CapacityError(f"{batch} rows of {max_length} tokens; the limit is {self.max_batch} of {self.max_length}")
+            raise CapacityError(
+                f"{batch} rows of {max_length} tokens; the limit is {self.max_batch} of {self.max_length}"
+            )
         self.opened += 1
         return ReferenceSession(self, batch, max_length)
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs a tokenizer: stop strings, token healing, text streamers and the pipeline."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+
+from tests.generation.helpers import Scripted, sometimes_wrong
+from tests.tiny_models import VOCAB
+
+SYLLABLES = [a + b for a in "bdgklmnr" for b in "aeiou"]
+SPACE = "\u2581"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Letters, syllables and syllables after a space; every token of the models has a text."""
+    vocab = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        "<unk>",
+        SPACE,
+        *string.ascii_lowercase,
+        *SYLLABLES,
+        *(SPACE + s for s in SYLLABLES),
+    ]
+    vocab += [f"<{i}>" for i in range(VOCAB - len(vocab))]
+    merges = [tuple(s) for s in SYLLABLES] + [(SPACE, s) for s in SYLLABLES]
+    ids = {token: i for i, token in enumerate(vocab)}
+    backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
+
+
+def ids_of(tokenizer, texts):
+    return tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+
+
+TEXTS = ["badi", "kula muno rega"]
+
+
+@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS])
+def test_stop_strings(qwen, tokenizer, texts):
+    inputs = ids_of(tokenizer, texts)
+    script = qwen.continuation(inputs, 30)
+    free = [tokenizer.decode(row[int(mask.sum()) :]) for row, mask in zip(script, inputs["attention_mask"])]
+    stops = [free[0][7:10], free[-1][14:17]]  # in the middle of the text, across tokens
+    options = {"do_sample": False, "max_new_tokens": 16, "stop_strings": stops, "tokenizer": tokenizer}
+    expected = qwen.plain.generate(**inputs, **options)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 16
+    assert qwen.compiled.generate(**inputs, **options).tolist() == expected.tolist()
+    for draft in ({"assistant_model": Scripted(script)}, {"assistant_model": Scripted(script, sometimes_wrong)}):
+        assert qwen.compiled.generate(**inputs, **options, **draft).tolist() == expected.tolist()
+
+
+def test_token_healing(qwen, tokenizer):
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 4,
+        "token_healing": True,
+        "tokenizer": tokenizer,
+        "eos_token_id": None,
+    }
+    healed = 0
+    for tail in "bdgk":
+        inputs = ids_of(tokenizer, [f"kula muno {tail}"])
+        expected = qwen.plain.generate(**inputs, **options)
+        healed += expected[0, : inputs["input_ids"].shape[1]].tolist() != inputs["input_ids"][0].tolist()
+        assert qwen.compiled.generate(**inputs, **options).tolist() == expected.tolist()
+        assert qwen.compiled.generate(**inputs, **options, prompt_lookup_num_tokens=3).tolist() == expected.tolist()
+    assert healed and qwen.engine.opened == qwen.engine.closed
+
+
+def test_text_streamers(qwen, tokenizer, capsys):
+    inputs = ids_of(tokenizer, ["badi"])
+    script = qwen.continuation(inputs, 30)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    printed = []
+    for model, draft in ((qwen.plain, {}), (qwen.compiled, {}), (qwen.compiled, {"assistant_model": Scripted(script)})):
+        model.generate(**inputs, **options, **draft, streamer=TextStreamer(tokenizer))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2] and printed[0].strip()
+    streamer = TextIteratorStreamer(tokenizer, timeout=5)
+    qwen.compiled.generate(**inputs, **options, streamer=streamer)
+    assert "".join(streamer) in printed[0]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_pipeline(qwen, tokenizer, batch_size):
+    options = {"max_new_tokens": 6, "do_sample": False}
+    results = []
+    for model in (qwen.plain, qwen.compiled):
+        generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        results.append(generator(TEXTS, batch_size=batch_size, **options))
+    assert results[0] == results[1] and len(results[0]) == 2
+    assisted = pipeline("text-generation", model=qwen.compiled, tokenizer=tokenizer, assistant_model=qwen.make(seed=6))
+    before = qwen.engine.drafted
+    assert assisted(TEXTS, batch_size=batch_size, num_assistant_tokens=2, **options) == results[0]
+    assert qwen.engine.drafted > before
