@@ -15,6 +15,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 # Exponent of the largest magnitude: a group whose maximum lies in [2^e, 2^(e+1)) gets the scale 2^(e-2).
 _TOP_EXPONENT = 2
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,11 +54,16 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(weight).all():
         raise ValueError("weight has entries that are not finite; MXFP4 cannot hold them")
     groups = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(-1, (-1, GROUP))
-    exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1 - _TOP_EXPONENT
+    maximum = groups.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(maximum[..., 0]).exponent - 1 - _TOP_EXPONENT
     tight = (exponent + _BIAS).clamp(0, 254).to(torch.uint8)
     wide = (exponent + _BIAS + 1).clamp(0, 254).to(torch.uint8)
 
-    codes, errors = zip(*(_round(groups, scale) for scale in (tight, wide)), strict=True)
+    codes, errors = [], []
+    for scale in (tight, wide):
+        code, magnitude = _round(groups, scale)
+        codes.append(code)
+        errors.append(((groups.abs() - magnitude) / maximum.clamp_min(_TINY)).square().sum(-1))
     better = errors[1] < errors[0]
     scale = torch.where(better, wide, tight)
     code = torch.where(better[..., None], codes[1], codes[0]).flatten(-2)
@@ -71,12 +77,10 @@ def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of ``groups [..., groups, 32]`` under ``scale`` and their squared error per group."""
+    """Codes of ``groups [..., groups, 32]`` under ``scale`` and the magnitudes they stand for."""
     factor = _scale_values(scale, groups.dtype)[..., None]
     magnitudes = torch.tensor(_MAGNITUDES, dtype=groups.dtype, device=groups.device)
     bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
     bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))  # a tie below an even code goes up
     index = torch.bucketize(groups.abs() / factor, bounds)
-    rounded = magnitudes[index] * factor
-    error = (groups.abs() - rounded).square().sum(-1)
-    return (index + 8 * (groups < 0)).to(torch.uint8), error
+    return (index + 8 * (groups < 0)).to(torch.uint8), magnitudes[index] * factor
