@@ -156,7 +156,7 @@ class DcpGenerateMixin:
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Pickles hold the plain model: optimise it again after loading."""
-        state = {name: value for name, value in vars(self).items() if name != ENGINE}
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_dcp")}
         return object.__new__, (type(self).__mro__[2],), state
 
 

@@ -83,8 +83,9 @@ def test_save_and_load(attached, tmp_path):
 
 
 def test_pickles_hold_the_plain_model(attached):
+    vars(attached)["_dcp"] = lambda: None  # what optimize() notes on the model; it cannot be pickled
     for loaded in (pickle.loads(pickle.dumps(attached)), saved_and_loaded(attached)):
-        assert type(loaded) is Qwen3ForCausalLM and "_dcp_engine" not in vars(loaded)
+        assert type(loaded) is Qwen3ForCausalLM and not [name for name in vars(loaded) if name.startswith("_dcp")]
         torch.testing.assert_close(loaded(IDS).logits, attached(IDS).logits, rtol=0, atol=0)
     assert is_attached(attached)
 
