@@ -19,6 +19,7 @@ class _FreeList:
 
     def __init__(self, ids: range):
         self.total = len(ids)
+        self._ids = ids
         self._free = sorted(ids, reverse=True)
 
     @property
@@ -27,6 +28,8 @@ class _FreeList:
 
     def take(self, count: int) -> list[int]:
         """``count`` ids; CapacityError, with nothing taken, when fewer are free."""
+        if count < 0:
+            raise ValueError(f"{count} {self.what}s cannot be taken; the count must be at least 0")
         if count > len(self._free):
             raise CapacityError(
                 f"{count} {self.what}s are needed but {len(self._free)} of {self.total} are free; {self.remedy}"
@@ -34,10 +37,11 @@ class _FreeList:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, ids: list[int]) -> None:
-        """Return ids that :meth:`take` handed out."""
-        twice = set(ids) & set(self._free)
-        if twice or len(set(ids)) != len(ids):
-            raise ValueError(f"{self.what}s {sorted(twice) or ids} were returned twice")
+        """Return ids that :meth:`take` handed out; ValueError, with nothing returned, for any others."""
+        held = set(self._ids) - set(self._free)
+        wrong = sorted({entry for entry in ids if entry not in held or ids.count(entry) > 1})
+        if wrong:
+            raise ValueError(f"{self.what}s {wrong} are not in use, or were returned twice at once")
         self._free = sorted({*self._free, *ids}, reverse=True)
 
 
