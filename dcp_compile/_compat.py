@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 import torch.fx.traceback
 from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -43,6 +44,7 @@ __all__ = [
     "LinearAttentionCacheLayerMixin",
     "attention_masks",
     "cache_argument",
+    "compile_graph",
     "capture_outputs",
     "get_implementations",
     "module_paths",
@@ -95,6 +97,13 @@ def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.Gr
         torch.compiler._is_compiling_flag = False
     module.graph.eliminate_dead_code()
     return module
+
+
+def compile_graph(module: fx.GraphModule, inputs: list) -> Callable:
+    """Inductor on a functional graph whose writes are mutable operators; CUDA graphs are captured elsewhere."""
+    fake_mode = next(value.fake_mode for value in inputs if isinstance(value, torch.Tensor))
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        return compile_fx(module, inputs, config_patches={"triton.cudagraphs": False})
 
 
 @contextmanager

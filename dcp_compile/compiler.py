@@ -15,10 +15,11 @@ from .cache import PagePool, SlotPool
 from .capture import StepGraph, capture
 from .config import DCPConfig
 from .errors import UnsupportedModelError
-from .lower import allocate_states, lower_eager
+from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
 from .passes import PASSES, PassContext, PassResult, run_passes
 from .runtime.engine import Engine, table_columns
+from .runtime.graphs import GraphRunner, batch_buckets
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,13 @@ class CompileReport:
 
     Attributes:
         graph: the step graph as rewritten. passes: one record per pass.
-        choice: the attention backend. requirements: what it was asked for.
+        choice: the attention backend. layout: the decode layout it runs. requirements: what it was asked for.
     """
 
     graph: StepGraph
     passes: list[PassResult]
     choice: BackendChoice
+    layout: str
     requirements: AttentionRequirements
 
 
@@ -41,17 +43,26 @@ def compile_model(model: nn.Module, config: DCPConfig, parallel: ParallelLayout)
 
     Raises:
         CaptureError, MatchError: the model cannot be compiled; nothing was changed.
+        UnsupportedModelError: it has no MLA layer.
         BackendError: no attention backend can serve it; the reasons are listed.
     """
-    device = next(model.parameters()).device
     captured = capture(model)
+    if not any(ref.kind == "kv_cache" for ref in captured.states.values()):
+        raise UnsupportedModelError(f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for")
+    return compile_graph(captured, config, parallel)
+
+
+def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayout) -> tuple[Engine, CompileReport]:
+    """The engine for a captured step; ``captured`` itself is not rewritten and can be compiled again."""
+    device = next(iter(captured.constants.values())).device
+    captured = captured.copy()
     context = _context(config, parallel)
     matched = run_passes(captured, context, PASSES[:1])
-    if not captured.sites:
-        raise UnsupportedModelError(f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for")
     requirements = _requirements(captured, config, parallel, device)
     choice = backends.select_backend(requirements, config.backend)
-    context = dataclasses.replace(context, backend=choice.name)
+    layouts = backends.get_backend(choice.name).capabilities.layouts
+    layout = layouts[0] if config.decode_layout == "auto" else config.decode_layout
+    context = dataclasses.replace(context, backend=choice.name, layout=layout)
 
     graphs = {}
     for verify in (False, True) if config.num_speculative_tokens else (False,):
@@ -60,7 +71,10 @@ def compile_model(model: nn.Module, config: DCPConfig, parallel: ParallelLayout)
         if not verify:
             matched += rewritten
     states = allocate_states(list(graphs.values()))
-    programs = {verify: lower_eager(graph, states) for verify, graph in graphs.items()}
+    lower = lower_inductor if _uses_inductor(config, device) else lower_eager
+    programs = {verify: lower(graph, states) for verify, graph in graphs.items()}
+    if requirements.cuda_graphs:
+        programs = _captured(programs, config, parallel, device)
     logits = next(node for node in reversed(captured.graph.nodes) if node.op == "output").args[0][0]
     engine = Engine(
         config=config,
@@ -73,7 +87,24 @@ def compile_model(model: nn.Module, config: DCPConfig, parallel: ParallelLayout)
         pages=PagePool(context.pages),
         slots=SlotPool(context.state_slots),
     )
-    return engine, CompileReport(graphs[False], matched, choice, requirements)
+    return engine, CompileReport(graphs[False], matched, choice, layout, requirements)
+
+
+def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
+    return config.lowering == "inductor" or (config.lowering == "auto" and device.type == "cuda")
+
+
+def _captured(
+    programs: dict[bool, StepProgram], config: DCPConfig, parallel: ParallelLayout, device: torch.device
+) -> dict[bool, StepProgram]:
+    """The programs behind CUDA graphs: one token per request for a step, the widest block for a verify step."""
+    pool = torch.cuda.graph_pool_handle()
+    batches, columns = batch_buckets(config.max_batch_size), table_columns(config, parallel.dcp_size)
+    rows = {False: 1, True: config.num_speculative_tokens + 1}
+    return {
+        verify: GraphRunner(program, rows[verify], batches, columns, verify, device, pool)
+        for verify, program in programs.items()
+    }
 
 
 def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
@@ -85,7 +116,6 @@ def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
         pages=1 + config.max_batch_size * table_columns(config, parallel.dcp_size),
         state_slots=config.max_batch_size,
         verify_rows=config.num_speculative_tokens + 1,
-        layout=config.decode_layout,
         group=parallel.dcp_group.group_name if parallel.dcp_group is not None else None,
         heads_sharded=parallel.heads_sharded,
     )

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
+
+import torch
 
 from .errors import ConfigError
 
-DECODE_LAYOUTS = ("split", "flattened")
+DECODE_LAYOUTS = ("auto", "split", "flattened")
 LOWERINGS = ("auto", "eager", "inductor")
 VERIFY_MODES = ("full", "adaptive")
 
@@ -25,9 +28,10 @@ class DCPConfig:
         max_batch_size: requests held at once.
         max_seq_len: tokens one request may hold, prompt and new tokens together.
         prefill_chunk: prompt tokens per request that one prefill step takes.
-        kv_cache_dtype: "auto" (the model's) or a torch dtype name.
+        kv_cache_dtype: "auto" (the model's) or the name of a floating-point torch dtype.
         backend, draft_backend: "auto" or the name of an attention backend.
-        decode_layout: "split" (final prefix + short tail) or "flattened" (every row its own bound).
+        decode_layout: "split" (final prefix + short tail), "flattened" (every row its own bound), or "auto" (what the
+            attention backend is best at).
         lowering: "eager", "inductor", or "auto" (inductor on a GPU, eager on a CPU).
         cuda_graphs: "auto" (on a GPU), True or False.
         num_speculative_tokens: most draft tokens one verify step judges.
@@ -46,7 +50,7 @@ class DCPConfig:
     kv_cache_dtype: str = "auto"
     backend: str = "auto"
     draft_backend: str = "auto"
-    decode_layout: str = "split"
+    decode_layout: str = "auto"
     lowering: str = "auto"
     cuda_graphs: bool | str = "auto"
     num_speculative_tokens: int = 7
@@ -70,13 +74,18 @@ class DCPConfig:
         _check_choice("lowering", self.lowering, LOWERINGS)
         _check_choice("verify", self.verify, VERIFY_MODES)
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", True, False))
+        for name in ("backend", "draft_backend"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(f'{name}={getattr(self, name)!r} must be "auto" or the name of an attention backend')
+        _check_dtype("kv_cache_dtype", self.kv_cache_dtype)
         if self.dcp_size is not None and self.tp_size > 1 and self.tp_size % self.dcp_size:
             raise ConfigError(
                 f"dcp_size={self.dcp_size} does not divide tp_size={self.tp_size}: the ranks of a DCP group are "
                 "consecutive ranks of one tensor-parallel group; choose a divisor"
             )
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout} must be a positive number of seconds")
+        timeout = self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+            raise ConfigError(f"timeout={timeout!r} must be a positive, finite number of seconds")
 
     def replace(self, **changes: object) -> DCPConfig:
         """A validated copy with some settings changed."""
@@ -93,5 +102,11 @@ def _check_integer(name: str, value: object, low: int) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):  # 1 == True
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def _check_dtype(name: str, value: object) -> None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    if value != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f'{name}={value!r} must be "auto" or the name of a floating-point torch dtype, such as "bfloat16"')

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, fx
 
+from . import _compat
 from .capture import StateRef, StepGraph
 
 StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
-"""``program(step inputs by name) -> graph outputs``; writes land in the state tensors it was bound to."""
+"""``program(step inputs by name, on any device) -> graph outputs``; writes land in the state tensors it was bound to."""
 
 
 def allocate_states(graphs: list[StepGraph], kv_cache_dtype: torch.dtype | None = None) -> dict[StateRef, Tensor]:
@@ -32,10 +33,21 @@ def allocate_states(graphs: list[StepGraph], kv_cache_dtype: torch.dtype | None 
 
 def lower_eager(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProgram:
     """Run prologue and body node by node, without compilation: the default on a CPU."""
+    return _bind(graph, states, graph.module)
+
+
+def lower_inductor(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProgram:
+    """Compile the body with Inductor, once for any number of rows. The prologue is a single fused operator already."""
+    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return _bind(graph, states, _compat.compile_graph(graph.module, fakes))
+
+
+def _bind(graph: StepGraph, states: Mapping[StateRef, Tensor], body: Callable) -> StepProgram:
+    """Feed prologue and body from the step inputs, the states and the model's constants."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     readers = [_reader(graph, node, states) for node in placeholders if node in _known(graph)]
     prologue_readers = [_reader(graph, node, states) for node in graph.prologue_inputs]
-    prologue, body = graph.prologue, graph.module
+    prologue = graph.prologue
 
     def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -52,7 +64,7 @@ def _known(graph: StepGraph) -> set[fx.Node]:
 def _reader(graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]) -> Callable[[Mapping[str, Tensor]], object]:
     """How one graph input is obtained from the step inputs."""
     if node in graph.step_inputs:
-        name = graph.step_inputs[node]
-        return lambda inputs: inputs[name]
+        name, device = graph.step_inputs[node], node.meta["val"].device
+        return lambda inputs: inputs[name].to(device)
     tensor = states[graph.states[node]] if node in graph.states else graph.constants[node]
     return lambda inputs: tensor

@@ -30,7 +30,7 @@ def explain(model: PreTrainedModel) -> str:
         f"ranks: dcp {parallel.dcp_size} (this is {parallel.dcp_rank}), tp {parallel.tp_size} (this is {parallel.tp_rank}), "
         f"heads {'sharded' if parallel.heads_sharded else 'replicated'}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
-        f"attention: backend {report.choice.name}, layout {config.decode_layout}",
+        f"attention: backend {report.choice.name}, layout {report.layout}",
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
     lines += _pass_table(report.passes)

@@ -4,7 +4,10 @@
 from .contract import AttentionBackend, AttentionRequirements, BackendCapabilities, rejections
 from .reference import TorchBackend
 from .registry import BackendChoice, get_backend, register_backend, select_backend
+from .triton_backend import TritonBackend
 
+# Order of preference: the reference comes last.
+register_backend(TritonBackend())
 register_backend(TorchBackend())
 
 __all__ = [

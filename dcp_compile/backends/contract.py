@@ -22,7 +22,7 @@ class BackendCapabilities:
         compute_capabilities: CUDA compute capabilities (major, minor), or None.
         query_dtypes, kv_dtypes: dtypes of queries and of the cache.
         latent_dims, rope_dims, head_counts, page_sizes: supported sizes, or None.
-        layouts: decode layouts it can run ("split", "flattened").
+        layouts: decode layouts it can run ("split", "flattened"), the best one first.
         returns_lse: partial outputs come with their log-sum-exp.
         lse_base: base of the logarithm its kernel reports; the backend converts to natural logarithms itself.
         causal_multi_token_dcp: several causal query rows per request on a sharded cache.
@@ -41,7 +41,7 @@ class BackendCapabilities:
     rope_dims: frozenset[int] | None
     head_counts: frozenset[int] | None
     page_sizes: frozenset[int] | None
-    layouts: frozenset[str]
+    layouts: tuple[str, ...]
     returns_lse: bool
     lse_base: float
     causal_multi_token_dcp: bool
@@ -63,6 +63,7 @@ class AttentionRequirements:
     Attributes:
         compute_capability: of the device, None without CUDA.
         heads: query heads one call sees (all of the DCP group when heads are sharded).
+        layout: "auto" when any will do.
         query_rows: most rows per request; causal: whether they mask one another.
         ragged: requests of one step may have different numbers of rows.
         cuda_graphs: the call will be captured.
@@ -130,7 +131,8 @@ def rejections(have: BackendCapabilities, need: AttentionRequirements) -> list[s
     within("rope dim", need.rope, have.rope_dims)
     within("head count", need.heads, have.head_counts)
     within("page size", need.page_size, have.page_sizes)
-    within("decode layout", need.layout, have.layouts)
+    if need.layout != "auto":
+        within("decode layout", need.layout, frozenset(have.layouts))
     if not have.returns_lse:
         reasons.append("does not return the log-sum-exp that merging partial attention needs")
     if need.dcp_size > 1:

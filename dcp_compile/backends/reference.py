@@ -22,7 +22,7 @@ class TorchBackend:
         rope_dims=None,
         head_counts=None,
         page_sizes=None,
-        layouts=frozenset({"split", "flattened"}),
+        layouts=("split", "flattened"),
         returns_lse=True,
         lse_base=math.e,
         causal_multi_token_dcp=True,

@@ -33,7 +33,7 @@ def _windows(sequence: Tensor, rows: int) -> Tensor:
     """The last ``rows`` windows of ``sequence [B, C, width - 1 + rows]``, as ``[B * rows, C, width]``."""
     batch, channels, length = sequence.shape
     width = length - rows + 1
-    return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width)
+    return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width).contiguous()
 
 
 def _columns(window: Tensor, first: Tensor, count: int) -> Tensor:

@@ -41,7 +41,7 @@ def row_requests(positions: Tensor) -> Tensor:
     """Request of each row, ``[T]`` int32."""
     batch, rows = positions.shape
     requests = torch.arange(batch, dtype=torch.int32, device=positions.device)
-    return requests[:, None].expand(batch, rows).reshape(-1)
+    return requests[:, None].expand(batch, rows).reshape(-1).contiguous()
 
 
 @reference("cp_local_slot")

@@ -74,7 +74,7 @@ class Engine:
         self._reset(slots)
         table = torch.zeros(batch, self.columns, dtype=torch.int32)
         table[:, :each] = torch.tensor(pages, dtype=torch.int32).view(batch, each)
-        return Session(self, table.to(self.device), pages, slots)
+        return Session(self, table, pages, slots)
 
     def _reset(self, slots: list[int]) -> None:
         """A new sequence starts from zero recurrent state."""

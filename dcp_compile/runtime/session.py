@@ -26,7 +26,7 @@ class Session:
         self.lengths = [0] * batch
         self._block_table = block_table
         self._pages, self._slots = pages, slots
-        self._state_slots = torch.tensor(slots, dtype=torch.int32, device=engine.device)
+        self._state_slots = torch.tensor(slots, dtype=torch.int32)
         self._accepted = [0] * batch
         self._verifying: list[int] | None = None
 
@@ -57,6 +57,7 @@ class Session:
         All requests advance together in chunks of ``prefill_chunk`` columns. Prompts are aligned at their ends, so the
         shorter ones have padded rows in the first chunks.
         """
+        prompts = [prompt.cpu() for prompt in prompts]
         longest = max(len(prompt) for prompt in prompts)
         chunk = self.engine.config.prefill_chunk
         logits = None
@@ -71,6 +72,7 @@ class Session:
 
     def decode(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
         """Append one token to every active request; returns ``[B, V]`` float32 (zeros for the inactive ones)."""
+        tokens = tokens.cpu()
         if any(self._accepted):
             counts = [int(is_active) for is_active in active]
             logits = self.verify(tokens[:, None], counts)[:, 0]
@@ -97,9 +99,10 @@ class Session:
             )
         if self._verifying is not None:
             raise ValueError("the previous verify step was not committed; call commit() first")
-        count = torch.tensor(list(counts), device=tokens.device)[:, None]
-        column = torch.arange(rows, device=tokens.device)
-        starts = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        tokens = tokens.cpu()
+        count = torch.tensor(list(counts))[:, None]
+        column = torch.arange(rows)
+        starts = torch.tensor(self.lengths)[:, None]
         positions = torch.where(column < count, starts + column, -1)
         logits = self._run(self.engine.verify, tokens, positions, list(range(tokens.numel()))).unflatten(0, tokens.shape)
         self._accepted = [0] * len(self.lengths)
@@ -133,15 +136,15 @@ class Session:
         return logits
 
     def _run(self, program, tokens: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
-        device = self.engine.device
         inputs = {
-            "input_ids": tokens.reshape(-1).to(device),
-            "row_positions": positions.reshape(-1).clamp_min(0).to(device),
-            "logit_rows": torch.tensor(logit_rows, device=device),
-            "positions": positions.to(device),
+            "input_ids": tokens.reshape(-1),
+            "row_positions": positions.reshape(-1).clamp_min(0),
+            "logit_rows": torch.tensor(logit_rows),
+            "positions": positions,
             "block_table": self._block_table,
-            "prefix_lengths": torch.tensor(self.lengths, device=device),
+            "prefix_lengths": torch.tensor(self.lengths),
             "state_slots": self._state_slots,
-            "accepted": torch.tensor(self._accepted, dtype=torch.int32, device=device),
+            "accepted": torch.tensor(self._accepted, dtype=torch.int32),
         }
-        return program(inputs)[0].float()
+        # A replayed graph writes its next logits into the same memory.
+        return program(inputs)[0].to(torch.float32, copy=True)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaying step programs as CUDA graphs.
+
+One graph per bucket (requests, rows), all in one memory pool. Inputs live in buffers the bucket owns; a smaller batch fills
+the rest with padded requests (position -1, state slot -1), which write nothing. Warm-up and capture run on padded
+requests only, so they leave KV caches and recurrent state as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CaptureError
+from ..lower import StepProgram
+
+_WIDE = ("input_ids", "positions", "prefix_lengths")
+_NARROW = ("block_table", "state_slots", "accepted")
+_NEUTRAL = {"positions": -1, "state_slots": -1}
+_WARM_UPS = 3
+
+
+class Staging:
+    """Static inputs of one bucket: pinned host memory, its device twin, and a view per input in both."""
+
+    def __init__(self, batch: int, rows: int, columns: int, device: torch.device):
+        shapes = {
+            "input_ids": (batch * rows,),
+            "positions": (batch, rows),
+            "prefix_lengths": (batch,),
+            "block_table": (batch, columns),
+            "state_slots": (batch,),
+            "accepted": (batch,),
+        }
+        self.host: dict[str, Tensor] = {}
+        self.device: dict[str, Tensor] = {}
+        self._pairs = []
+        for names, dtype in ((_WIDE, torch.int64), (_NARROW, torch.int32)):
+            sizes = [torch.Size(shapes[name]).numel() for name in names]
+            host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=True)
+            twin = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            self._pairs.append((host, twin))
+            for name, part, twin_part in zip(names, host.split(sizes), twin.split(sizes)):
+                self.host[name] = part.view(shapes[name])
+                self.device[name] = twin_part.view(shapes[name])
+        self._sent = torch.cuda.Event()
+        self._sent.record()
+        self.fill({})
+
+    def fill(self, inputs: Mapping[str, Tensor]) -> None:
+        """Put the inputs (host tensors, fewer requests or rows allowed) in place, padded, and send them in two copies."""
+        self._sent.synchronize()  # the last copy must be done with the pinned memory
+        for name, buffer in self.host.items():
+            buffer.fill_(_NEUTRAL.get(name, 0))
+        for name, value in inputs.items():
+            if name in self.host:
+                _corner(self.host[name], self.host["positions"].shape, inputs["positions"].shape, name).copy_(
+                    value.view(inputs["positions"].shape) if name == "input_ids" else value
+                )
+        for host, twin in self._pairs:
+            twin.copy_(host, non_blocking=True)
+        self._sent.record()
+
+
+def _corner(buffer: Tensor, full: torch.Size, used: torch.Size, name: str) -> Tensor:
+    """The part of a padded buffer that ``used`` requests and rows fill."""
+    batch, rows = used
+    if name == "input_ids":
+        return buffer.view(full)[:batch, :rows]
+    return buffer[:batch, :rows] if name == "positions" else buffer[:batch]
+
+
+@dataclass
+class _Bucket:
+    staging: Staging
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+
+
+class GraphRunner:
+    """Runs a step program by replay where a bucket fits, else directly.
+
+    Args:
+        program: as lowered. rows: query rows per request of its buckets. batches: requests of its buckets.
+        columns: block-table width. all_rows: whether logits of all rows are wanted, or of each request's last row.
+        pool: memory pool that the graphs of an engine share.
+
+    Raises:
+        CaptureError: the program cannot be captured; the failing call is named.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        rows: int,
+        batches: list[int],
+        columns: int,
+        all_rows: bool,
+        device: torch.device,
+        pool: tuple[int, int],
+    ):
+        self._program, self._rows, self._device, self._all_rows = program, rows, device, all_rows
+        self._buckets = {
+            batch: self._capture(batch, columns, pool) for batch in sorted(batches, reverse=True)
+        }
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        batch, rows = inputs["positions"].shape
+        bucket = self._buckets.get(min((size for size in self._buckets if size >= batch), default=None))
+        if bucket is None or rows > self._rows:
+            return self._program(inputs)
+        bucket.staging.fill(inputs)
+        bucket.graph.replay()
+        if not self._all_rows:
+            return tuple(out[:batch] for out in bucket.outputs)
+        return tuple(out.unflatten(0, (-1, self._rows))[:batch, :rows].flatten(0, 1) for out in bucket.outputs)
+
+    def _capture(self, batch: int, columns: int, pool: tuple[int, int]) -> _Bucket:
+        staging = Staging(batch, self._rows, columns, self._device)
+        total = batch * self._rows
+        wanted = range(total) if self._all_rows else range(self._rows - 1, total, self._rows)
+        logit_rows = torch.tensor(list(wanted), device=self._device)
+
+        def run() -> tuple[Tensor, ...]:
+            positions = staging.device["positions"].view(-1).clamp_min(0)
+            return self._program({**staging.device, "row_positions": positions, "logit_rows": logit_rows})
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                outputs = run()
+        except Exception as error:
+            raise CaptureError(
+                f"a step of {batch} requests x {self._rows} rows cannot be captured as a CUDA graph: {error}. Pass "
+                "cuda_graphs=False to run without graphs"
+            ) from error
+        return _Bucket(staging, graph, outputs)
+
+
+def batch_buckets(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most`` itself."""
+    sizes = [1]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return sorted({*sizes, most})
