@@ -10,26 +10,34 @@ from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
 from .config import DCPConfig
+from .drafting import prepare_draft, tap_layers
 from .errors import UnsupportedModelError
 from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
 from .parallel.agreement import check_agreement, weights_fingerprint
 from .parallel.heads import ShardedHeads, shard_heads
 from .passes.fingerprint import graph_fingerprint
+from .runtime.draft import DraftEngine
 
 
-@dataclass(frozen=True)
+@dataclass
 class Optimized:
-    """What optimize() left on a model."""
+    """What optimize() left on a model; the draft's part is filled when a draft is compiled."""
 
     config: DCPConfig
     parallel: ParallelLayout
     report: CompileReport
     heads: ShardedHeads | None
+    draft: DraftEngine | None = None
+    draft_report: CompileReport | None = None
 
 
 def optimize(
-    model: PreTrainedModel, dcp_size: int | None = None, backend: str = "auto", config: DCPConfig | None = None
+    model: PreTrainedModel,
+    dcp_size: int | None = None,
+    backend: str = "auto",
+    config: DCPConfig | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Compile the decode path of ``model`` and route its ``generate()`` through it.
 
@@ -42,6 +50,7 @@ def optimize(
         dcp_size: ranks of the DCP group; None = config's, else all tensor-parallel ranks, else 1.
         backend: attention backend, or "auto".
         config: all other settings.
+        draft: a DSpark draft to compile now; otherwise that happens in the first generate(assistant_model=draft).
 
     Returns:
         The same object.
@@ -63,7 +72,8 @@ def optimize(
 
     heads = shard_heads(model, parallel) if parallel.heads_sharded else None
     try:
-        engine, report = compile_model(model, settings, parallel)
+        taps = tap_layers(model, draft) if draft is not None else ()
+        engine, report = compile_model(model, settings, parallel, taps)
         check_agreement(parallel, {"graph": graph_fingerprint(report.graph)})
     except BaseException:
         if heads is not None:
@@ -71,6 +81,8 @@ def optimize(
         raise
     attach(model, engine)
     model._dcp = Optimized(settings, parallel, report, heads)
+    if draft is not None:
+        prepare_draft(model, draft)
     return model
 
 

@@ -68,7 +68,7 @@ class StepGraph:
         states: placeholder -> the layer state it stands for; ``meta["val"]`` describes the tensor to allocate once the
             passes have run.
         constants: placeholder -> parameter or buffer of the model.
-        outputs: names of the graph outputs ("logits", then "taps" when captured).
+        outputs: names of the graph outputs: "logits", then the extra ones.
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.
         prologue_inputs: placeholders of ``module`` that the prologue takes, in order.
         sites: certified MLA sites, made by the match pass.
@@ -272,12 +272,13 @@ def _patched(model: nn.Module, current: list, stand_ins: _StandIns) -> Iterator[
             setattr(module, name, function)
 
 
-def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
+def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: object) -> StepGraph:
     """Trace one step of ``model``.
 
     Args:
         model: a causal LM in eval mode on one device.
-        tap_layers: layers whose hidden states are a second output (for a draft), if the model offers them.
+        extra_outputs: fields of its output to return besides the logits, for every row.
+        options: passed to its forward.
 
     Raises:
         UnsupportedModelError: a layer type that is neither full nor linear attention, or a layer without cache access.
@@ -285,6 +286,7 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
     """
     parameter = next(model.parameters())
     layer_types = _layer_types(model)
+    outputs = ("logits", *extra_outputs)
     fakes = _compat.Fakes()
     stand_ins = _StandIns(fakes, parameter.dtype, layer_types, parameter.device)
     constants = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -303,12 +305,10 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
                 for i, kind in enumerate(layer_types)
             ]
         )
-        options = {"tap_layers": tap_layers} if tap_layers else {}
-        options[_compat.cache_argument(model)] = cache
         ids, positions = inputs["input_ids"][:, None], inputs["row_positions"][:, None]
-        call = {"input_ids": ids, "position_ids": positions, "use_cache": True, **options}
-        out = torch.func.functional_call(model, weights, kwargs=call)
-        return (out.logits[:, 0], out.taps[:, 0]) if tap_layers else (out.logits[:, 0],)
+        call = {"input_ids": ids, "position_ids": positions, _compat.cache_argument(model): cache, **options}
+        out = torch.func.functional_call(model, weights, kwargs=call | {"use_cache": True})
+        return tuple(getattr(out, name)[:, 0] for name in outputs)
 
     started = time.perf_counter()
     try:
@@ -328,7 +328,7 @@ def capture(model: nn.Module, tap_layers: tuple[int, ...] = ()) -> StepGraph:
         step_inputs={next(placeholders): name for name in stand_ins.inputs},
         states={next(placeholders): ref for ref in stand_ins.states},
         constants={next(placeholders): tensor.detach() for tensor in constants.values()},
-        outputs=("logits", "taps") if tap_layers else ("logits",),
+        outputs=outputs,
     )
     graph.seconds["capture"] = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from . import backends
 from .backends import AttentionRequirements, BackendChoice
@@ -18,6 +19,7 @@ from .errors import UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
 from .passes import PASSES, PassContext, PassResult, run_passes
+from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
 from .runtime.graphs import GraphRunner, batch_buckets
 
@@ -38,31 +40,31 @@ class CompileReport:
     requirements: AttentionRequirements
 
 
-def compile_model(model: nn.Module, config: DCPConfig, parallel: ParallelLayout) -> tuple[Engine, CompileReport]:
+def compile_model(
+    model: nn.Module, config: DCPConfig, parallel: ParallelLayout, tap_layers: tuple[int, ...] = ()
+) -> tuple[Engine, CompileReport]:
     """Trace and rewrite ``model`` and bind the result to freshly allocated caches.
+
+    Args:
+        tap_layers: layers whose hidden states a draft reads; the model's forward must offer them.
 
     Raises:
         CaptureError, MatchError: the model cannot be compiled; nothing was changed.
         UnsupportedModelError: it has no MLA layer.
         BackendError: no attention backend can serve it; the reasons are listed.
     """
-    captured = capture(model)
+    captured = capture(model, ("taps",), tap_layers=tap_layers) if tap_layers else capture(model)
     if not any(ref.kind == "kv_cache" for ref in captured.states.values()):
         raise UnsupportedModelError(f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for")
-    return compile_graph(captured, config, parallel)
+    engine, report = compile_graph(captured, config, parallel)
+    engine.tap_layers = tap_layers
+    return engine, report
 
 
 def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayout) -> tuple[Engine, CompileReport]:
     """The engine for a captured step; ``captured`` itself is not rewritten and can be compiled again."""
     device = next(iter(captured.constants.values())).device
-    captured = captured.copy()
-    context = _context(config, parallel)
-    matched = run_passes(captured, context, PASSES[:1])
-    requirements = _requirements(captured, config, parallel, device)
-    choice = backends.select_backend(requirements, config.backend)
-    layouts = backends.get_backend(choice.name).capabilities.layouts
-    layout = layouts[0] if config.decode_layout == "auto" else config.decode_layout
-    context = dataclasses.replace(context, backend=choice.name, layout=layout)
+    captured, context, choice, requirements, matched = _matched(captured, _context(config, parallel), config, config.backend)
 
     graphs = {}
     for verify in (False, True) if config.num_speculative_tokens else (False,):
@@ -87,7 +89,70 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         pages=PagePool(context.pages),
         slots=SlotPool(context.state_slots),
     )
-    return engine, CompileReport(graphs[False], matched, choice, layout, requirements)
+    return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements)
+
+
+def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
+    """Compile the block step of a DSpark draft over caches of its own that share the engine's block tables.
+
+    Args:
+        draft: the draft, in eval mode on the target's device. target: gives embedding and output head.
+
+    Raises:
+        CaptureError, MatchError, BackendError: as :func:`compile_model`, for the draft.
+    """
+    config, parallel = engine.config, engine.parallel
+    step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
+    context = dataclasses.replace(
+        _context(config, parallel), causal=draft.config.is_causal, heads_sharded=False, state_slots=1
+    )
+    captured, context, choice, requirements, results = _matched(capture(step), context, config, config.draft_backend)
+    results += run_passes(captured, context, PASSES[1:])
+    states = allocate_states([captured])
+    block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
+    width = min(config.num_speculative_tokens, draft.config.block_size)
+    if requirements.cuda_graphs:
+        columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
+        block = GraphRunner(block, width, batch_buckets(config.max_batch_size), columns, True, engine.device, pool)
+    return DraftEngine(
+        model=draft,
+        block=block,
+        caches=[states[ref] for ref in sorted(states, key=lambda ref: ref.layer)],
+        parallel=parallel,
+        block_size=config.block_size,
+        interleave=config.kv_interleave,
+        width=width,
+    ), CompileReport(captured, results, choice, context.layout, requirements)
+
+
+def _matched(
+    captured: StepGraph, context: PassContext, config: DCPConfig, backend: str
+) -> tuple[StepGraph, PassContext, BackendChoice, AttentionRequirements, list[PassResult]]:
+    """A copy of the captured step with certified sites, and the context with the backend and layout that serve them."""
+    captured = captured.copy()
+    results = run_passes(captured, context, PASSES[:1])
+    requirements = _requirements(captured, config, context)
+    choice = backends.select_backend(requirements, backend)
+    layouts = backends.get_backend(choice.name).capabilities.layouts
+    layout = layouts[0] if config.decode_layout == "auto" else config.decode_layout
+    context = dataclasses.replace(context, backend=choice.name, layout=layout)
+    return captured, context, choice, requirements, results
+
+
+class DraftStep(nn.Module):
+    """A draft between the target's embedding and output head: a causal LM that can be captured."""
+
+    def __init__(self, draft: nn.Module, embedding: nn.Module, head: nn.Module):
+        super().__init__()
+        self.draft, self.embedding, self.head = draft, embedding, head
+        self.config = draft.config
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids, position_ids, cache, use_cache=True) -> CausalLMOutputWithPast:
+        hidden = self.draft(inputs_embeds=self.embedding(input_ids), position_ids=position_ids, cache=cache)
+        return CausalLMOutputWithPast(logits=self.head(hidden))
 
 
 def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
@@ -121,12 +186,11 @@ def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
     )
 
 
-def _requirements(
-    graph: StepGraph, config: DCPConfig, parallel: ParallelLayout, device: torch.device
-) -> AttentionRequirements:
+def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext) -> AttentionRequirements:
     """What the model's attention needs, by its shapes."""
     site = graph.sites[0]
     query = site.query.meta["val"]
+    device = query.device
     return AttentionRequirements(
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -134,12 +198,12 @@ def _requirements(
         kv_dtype=query.dtype,
         latent=site.latent_dim,
         rope=site.rope_dim,
-        heads=site.heads * (parallel.dcp_size if parallel.heads_sharded else 1),
+        heads=site.heads * (context.dcp_size if context.heads_sharded else 1),
         page_size=config.block_size,
         layout=config.decode_layout,
-        dcp_size=parallel.dcp_size,
+        dcp_size=context.dcp_size,
         interleave=config.kv_interleave,
-        causal=True,
+        causal=context.causal,
         query_rows=config.num_speculative_tokens + 1,
         ragged=config.num_speculative_tokens > 0,
         cuda_graphs=device.type == "cuda" and config.cuda_graphs is not False,

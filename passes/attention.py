@@ -48,7 +48,8 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
 
     query = (q_latent, q_rope, site.kv_cache, site.block_table)
     requests = add(dcp.row_requests.default, site.positions)
-    bounds = add(dcp.row_bounds.default, site.positions, *place)
+    visible = dcp.row_bounds if context.causal else dcp.block_bounds
+    bounds = add(visible.default, site.positions, *place)
     if context.layout == "flattened":
         out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, site.scale, context.backend)
     else:

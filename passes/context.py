@@ -17,6 +17,7 @@ class PassContext:
         state_slots: sequences that hold recurrent state at once.
         verify_rows: rows a verify step may leave pending (M).
         verify: lower recurrent layers to their verify form.
+        causal: rows of a request see themselves and what is before them; else all rows see one another.
         layout: "split" or "flattened".
         backend: name of the attention backend.
         group: name of the DCP process group; None when dcp_size is 1.
@@ -31,6 +32,7 @@ class PassContext:
     state_slots: int = 1
     verify_rows: int = 1
     verify: bool = False
+    causal: bool = True
     layout: str = "split"
     backend: str = "torch"
     group: str | None = None

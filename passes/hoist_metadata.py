@@ -2,7 +2,7 @@
 """Move everything that depends on step metadata alone into one prologue graph.
 
 After common subexpressions are shared, every node whose only leaves are positions, block table, lengths and slots
-moves, and the metadata operators among them become one fused ``step_metadata``. The prologue runs once per step; the body
+moves, and the metadata operators among them become one fused operator. The prologue runs once per step; the body
 receives its results as extra inputs, whatever the number of layers.
 """
 
@@ -107,13 +107,19 @@ def _feed_body(graph: StepGraph, outputs: list[fx.Node]) -> None:
         node.replace_all_uses_with(last)
 
 
-_FUSED = (dcp.row_bounds, dcp.row_requests, dcp.cp_local_slot, dcp.prefix_bounds)
+# What each fused operator replaces, in the order of its results.
+_FUSED = {
+    True: (dcp.step_metadata, (dcp.row_bounds, dcp.row_requests, dcp.cp_local_slot, dcp.prefix_bounds)),
+    False: (dcp.block_metadata, (dcp.block_bounds, dcp.row_requests, dcp.cp_local_slot, dcp.prefix_bounds)),
+}
 
 
 def _fuse(prologue: fx.GraphModule, graph: StepGraph, context: PassContext) -> int:
-    """Replace the separate metadata operators by one ``step_metadata``."""
+    """Replace the separate metadata operators by one."""
     nodes = prologue.graph
-    separate = nodes_of(nodes, *(target.default for target in _FUSED))
+    fused_target, parts_of = _FUSED[context.causal]
+    targets = [target.default for target in parts_of]
+    separate = nodes_of(nodes, *targets)
     if not separate:
         return 0
     inputs = {graph.step_inputs.get(body): node for body, node in zip(graph.prologue_inputs, nodes.find_nodes(op="placeholder"))}
@@ -126,16 +132,16 @@ def _fuse(prologue: fx.GraphModule, graph: StepGraph, context: PassContext) -> i
     emit = Emitter(nodes, like=separate[0])
     with nodes.inserting_before(separate[0]):
         fused = emit(
-            dcp.step_metadata.default,
+            fused_target.default,
             *(inputs[name] for name in ("positions", "block_table", "prefix_lengths")),
             context.block_size,
             context.rank,
             context.dcp_size,
             context.interleave,
         )
-        parts = [emit(operator.getitem, fused, index) for index in range(len(_FUSED))]
+        parts = [emit(operator.getitem, fused, index) for index in range(len(targets))]
     for node in separate:
-        node.replace_all_uses_with(parts[[target.default for target in _FUSED].index(node.target)])
+        node.replace_all_uses_with(parts[targets.index(node.target)])
         nodes.erase_node(node)
     nodes.eliminate_dead_code()
     nodes.lint()

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMixin, GenerationMode
 
+from ..drafting import is_dspark, prepare_draft
 from ..errors import GenerationError, UnsupportedModelError
 from . import validate
 from .call import HeldStreamer, prepare
 from .drafts import CausalLMProposer, PromptLookup, Proposer
+from .dspark import DSparkProposer
 from .interface import Engine
 from .loop import decode_plain, decode_speculative
 
@@ -102,6 +105,7 @@ class DcpGenerateMixin:
         acceptance: str | None = None,
         **model_kwargs: Any,
     ) -> Any:
+        make_proposer = _proposer(self, generation_config, assistant_model)
         engine = vars(self)[ENGINE]
         call = prepare(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, engine.vocab_size
@@ -109,7 +113,7 @@ class DcpGenerateMixin:
         validate.check_processors(call.processors)
         width = _draft_width(engine, generation_config, assistant_model)
         with engine.open(len(call.prompts), call.row_length) as session:
-            proposer = _proposer(generation_config, assistant_model)
+            proposer = make_proposer()
             try:
                 return decode_speculative(session, call, proposer, width, acceptance or "standard")
             finally:
@@ -182,10 +186,14 @@ def _subclass(base: type) -> type:
     return type(base.__name__, (DcpGenerateMixin, base), {**namespace, "generate": generate})
 
 
-def _proposer(config: GenerationConfig, assistant: Any) -> Proposer:
+def _proposer(model: Any, config: GenerationConfig, assistant: Any) -> Callable[[], Proposer]:
+    """Makes the proposer of one call. A DSpark draft is compiled here, which may give the model another engine."""
     if assistant is None:
-        return PromptLookup(config.max_matching_ngram_size or _DEFAULT_NGRAM)
-    return assistant.dcp_proposer() if hasattr(assistant, "dcp_proposer") else CausalLMProposer(assistant)
+        return lambda: PromptLookup(config.max_matching_ngram_size or _DEFAULT_NGRAM)
+    if is_dspark(assistant):
+        engine = prepare_draft(model, assistant)
+        return lambda: DSparkProposer(engine)
+    return assistant.dcp_proposer if hasattr(assistant, "dcp_proposer") else lambda: CausalLMProposer(assistant)
 
 
 def _draft_width(engine: Engine, config: GenerationConfig, assistant: Any) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from ..drafting import is_dspark
 from ..errors import GenerationError
 from .acceptance import RULES
 from .interface import Engine
@@ -168,7 +169,7 @@ def _check_assistant(engine: Engine, assistant: Any) -> None:
             )
     if getattr(assistant, "training", False):
         raise GenerationError(f"assistant_model {name} is in training mode; call its eval() before generate()")
-    if hasattr(assistant, "dcp_proposer"):
+    if is_dspark(assistant) or hasattr(assistant, "dcp_proposer"):
         return
     if not isinstance(assistant, PreTrainedModel) or not assistant.can_generate() or config.is_encoder_decoder:
         raise GenerationError(

@@ -17,23 +17,35 @@ from .. import layout
 from ._library import define, fake, reference
 
 define("row_bounds(Tensor positions, int rank, int dcp_size, int interleave) -> Tensor")
+define("block_bounds(Tensor positions, int rank, int dcp_size, int interleave) -> Tensor")
 define("row_requests(Tensor positions) -> Tensor")
 define(
     "cp_local_slot(Tensor positions, Tensor block_table, int block_size, int rank, int dcp_size, int interleave) -> Tensor"
 )
 define("prefix_bounds(Tensor prefix_lengths, int rank, int dcp_size, int interleave) -> Tensor")
-define(
-    "step_metadata(Tensor positions, Tensor block_table, Tensor prefix_lengths, int block_size, int rank, int dcp_size, "
+_FUSED = (
+    "(Tensor positions, Tensor block_table, Tensor prefix_lengths, int block_size, int rank, int dcp_size, "
     "int interleave) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+define(f"step_metadata{_FUSED}")
+define(f"block_metadata{_FUSED}")
 
-NAMES = ("row_bounds", "row_requests", "cp_local_slot", "prefix_bounds", "step_metadata")
+NAMES = (
+    "row_bounds", "block_bounds", "row_requests", "cp_local_slot", "prefix_bounds", "step_metadata", "block_metadata",
+)  # fmt: skip
 
 
 @reference("row_bounds")
 def row_bounds(positions: Tensor, rank: int, dcp_size: int, interleave: int) -> Tensor:
     """Local keys each row may see, ``[T]`` int32: the row itself and all before it; 0 for a padded row."""
     return layout.local_length(positions.reshape(-1) + 1, rank, dcp_size, interleave).to(torch.int32)
+
+
+@reference("block_bounds")
+def block_bounds(positions: Tensor, rank: int, dcp_size: int, interleave: int) -> Tensor:
+    """Local keys each row of a bidirectional block may see, ``[T]`` int32: up to its request's last row."""
+    last = positions.amax(dim=1, keepdim=True) if positions.shape[1] else positions
+    return row_bounds(torch.where(positions >= 0, last, -1), rank, dcp_size, interleave)
 
 
 @reference("row_requests")
@@ -77,7 +89,27 @@ def step_metadata(
     )
 
 
+@reference("block_metadata")
+def block_metadata(
+    positions: Tensor,
+    block_table: Tensor,
+    prefix_lengths: Tensor,
+    block_size: int,
+    rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(block_bounds, row_requests, cp_local_slot, prefix_bounds)`` of one step of bidirectional blocks."""
+    metadata = step_metadata(positions, block_table, prefix_lengths, block_size, rank, dcp_size, interleave)
+    return (block_bounds(positions, rank, dcp_size, interleave), *metadata[1:])
+
+
 @fake("row_bounds")
+def _(positions, rank, dcp_size, interleave):
+    return positions.new_empty(positions.numel(), dtype=torch.int32)
+
+
+@fake("block_bounds")
 def _(positions, rank, dcp_size, interleave):
     return positions.new_empty(positions.numel(), dtype=torch.int32)
 
@@ -97,6 +129,7 @@ def _(prefix_lengths, rank, dcp_size, interleave):
     return prefix_lengths.new_empty(prefix_lengths.shape[0], dtype=torch.int32)
 
 
+@fake("block_metadata")
 @fake("step_metadata")
 def _(positions, block_table, prefix_lengths, block_size, rank, dcp_size, interleave):
     rows = positions.numel()

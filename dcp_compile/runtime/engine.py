@@ -26,7 +26,7 @@ class Engine:
     Attributes:
         step: program that commits every row. verify: program that leaves its rows pending, None without speculation.
         states: KV caches and recurrent states by layer.
-        vocab_size: of the logits.
+        vocab_size: of the logits. tap_layers: layers whose hidden states the programs return for a draft.
     """
 
     config: DCPConfig
@@ -38,6 +38,7 @@ class Engine:
     device: torch.device
     pages: PagePool
     slots: SlotPool
+    tap_layers: tuple[int, ...] = ()
 
     @property
     def max_query_rows(self) -> int:

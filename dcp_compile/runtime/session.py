@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +18,18 @@ class Session:
 
     Attributes:
         lengths: committed tokens of every request.
+        block_table: pages of every request, ``[B, columns]`` int32.
+        taps_sink: called as ``(taps [T, taps], positions [B, S], block_table)`` with the hidden states of all committed
+            rows, on an engine that returns them; positions of other rows are -1.
     """
 
     def __init__(self, engine: Engine, block_table: Tensor, pages: list[int], slots: list[int]):
         batch = len(slots)
         self.engine = engine
         self.lengths = [0] * batch
-        self._block_table = block_table
+        self.block_table = block_table
+        self.taps_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        self._positions = self._taps = None  # of the last step
         self._pages, self._slots = pages, slots
         self._state_slots = torch.tensor(slots, dtype=torch.int32)
         self._accepted = [0] * batch
@@ -116,6 +121,7 @@ class Session:
         for row, (keep, count) in enumerate(zip(kept, self._verifying)):
             if not 0 <= keep <= count:
                 raise ValueError(f"request {row}: cannot keep {keep} of {count} verified rows")
+        self._hand_over_taps(kept)
         self._accepted = list(kept)
         self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
         self._verifying = None
@@ -132,6 +138,7 @@ class Session:
                 positions[row, width - count :] = torch.arange(self.lengths[row], self.lengths[row] + count)
         last_columns = list(range(width - 1, batch * width, width))
         logits = self._run(self.engine.step, tokens, positions, last_columns)
+        self._hand_over_taps()
         self.lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces)]
         return logits
 
@@ -141,10 +148,22 @@ class Session:
             "row_positions": positions.reshape(-1).clamp_min(0),
             "logit_rows": torch.tensor(logit_rows),
             "positions": positions,
-            "block_table": self._block_table,
+            "block_table": self.block_table,
             "prefix_lengths": torch.tensor(self.lengths),
             "state_slots": self._state_slots,
             "accepted": torch.tensor(self._accepted, dtype=torch.int32),
         }
+        logits, *taps = program(inputs)
+        self._positions, self._taps = positions, taps[0] if taps else None
         # A replayed graph writes its next logits into the same memory.
-        return program(inputs)[0].to(torch.float32, copy=True)
+        return logits.to(torch.float32, copy=True)
+
+    def _hand_over_taps(self, kept: Sequence[int] | None = None) -> None:
+        """Give the hidden states of the last step's rows, or of the first ``kept[b]`` of them, to the sink."""
+        if self.taps_sink is None:
+            return
+        positions = self._positions
+        if kept is not None:
+            column = torch.arange(positions.shape[1])
+            positions = torch.where(column < torch.tensor(list(kept))[:, None], positions, -1)
+        self.taps_sink(self._taps, positions, self.block_table)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bringing a DSpark draft together with an optimised target."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from .compiler import compile_draft, compile_model
+from .errors import ConfigError, UnsupportedModelError
+from .runtime.draft import DraftEngine
+
+
+def is_dspark(assistant: object) -> bool:
+    """Whether an assistant model is a DSpark draft: it projects target states and proposes blocks of mask tokens."""
+    return hasattr(assistant, "project_context") and hasattr(assistant, "markov_bias")
+
+
+def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...]:
+    """Target layers whose hidden states the draft reads.
+
+    Raises:
+        ConfigError: the draft was made for another target.
+    """
+    draft.config.check_target(model.config)
+    return tuple(draft.config.target_layer_ids)
+
+
+def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine:
+    """The compiled form of ``draft`` for the optimised ``model``; compiled once and kept on the model.
+
+    When the target was compiled without the draft's taps it is compiled again with them.
+
+    Raises:
+        ConfigError, UnsupportedModelError: the draft does not fit the target.
+        CaptureError, MatchError, BackendError: the draft cannot be compiled.
+    """
+    optimized = model.__dict__["_dcp"]
+    if optimized.draft is not None and optimized.draft.model is draft:
+        return optimized.draft
+    if draft.training:
+        raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")
+    if not optimized.config.num_speculative_tokens:
+        raise ConfigError("num_speculative_tokens=0: call optimize() with at least 1 to generate with a draft")
+    taps = tap_layers(model, draft)
+    if model._dcp_engine.tap_layers != taps:
+        model.__dict__["_dcp_engine"], optimized.report = compile_model(model, optimized.config, optimized.parallel, taps)
+    optimized.draft, optimized.draft_report = compile_draft(draft, model, model._dcp_engine)
+    return optimized.draft

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DSpark draft at run time: its sharded context cache and its compiled block step.
+
+The draft shares the target's block tables: position p of a request has the same page and slot in both caches. Context
+entries come from hidden states ("taps") of the target; the rows of a block are scratch, overwritten when their tokens are
+accepted and masked by length otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..lower import StepProgram
+from ..parallel import ParallelLayout
+
+
+@dataclass(frozen=True)
+class DraftEngine:
+    """A compiled draft.
+
+    Attributes:
+        model: the draft (its projections of target states and its Markov head run uncompiled).
+        block: program of one block step. caches: its KV cache per layer.
+        block_size, interleave: of the token layout. width: most tokens one block proposes.
+    """
+
+    model: torch.nn.Module
+    block: StepProgram
+    caches: list[Tensor]
+    parallel: ParallelLayout
+    block_size: int
+    interleave: int
+    width: int
+
+    @torch.no_grad()
+    def ingest(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
+        """Write the context entries of target rows.
+
+        Args:
+            taps: ``[T, taps]`` hidden states. positions: ``[B, S]``; rows at -1 (padding, rejected) are not written.
+            block_table: ``[B, columns]``.
+        """
+        device = taps.device
+        positions, block_table = positions.to(device), block_table.to(device)
+        slots = torch.ops.dcp.cp_local_slot(
+            positions, block_table, self.block_size, self.parallel.dcp_rank, self.parallel.dcp_size, self.interleave
+        )
+        context = self.model.project_context(taps[None])
+        row_positions = positions.reshape(1, -1).clamp_min(0)
+        for cache, (latent, rope) in zip(self.caches, self.model.context_entries(context, row_positions)):
+            torch.ops.dcp.kv_write(latent[0, 0], rope[0, 0], cache, slots)
+
+    @torch.no_grad()
+    def run_block(self, anchors: Tensor, lengths: Sequence[int], block_table: Tensor, counts: Sequence[int]) -> Tensor:
+        """Base logits ``[B, K, V]`` of one block per request, K the largest count.
+
+        Args:
+            anchors: ``[B]`` newest token of each request, at position ``lengths[b]``.
+            lengths: context tokens per request. counts: rows wanted per request; 0 leaves it out.
+        """
+        rows = max(counts)
+        ids = self.model.block_ids(anchors.cpu(), rows)
+        column = torch.arange(rows)
+        positions = torch.where(
+            column < torch.tensor(list(counts))[:, None], torch.tensor(list(lengths))[:, None] + column, -1
+        )
+        inputs = {
+            "input_ids": ids.reshape(-1),
+            "row_positions": positions.reshape(-1).clamp_min(0),
+            "logit_rows": torch.arange(ids.numel()),
+            "positions": positions,
+            "block_table": block_table,
+            "prefix_lengths": torch.tensor(list(lengths)),
+            "state_slots": torch.full((len(ids),), -1, dtype=torch.int32),
+            "accepted": torch.zeros(len(ids), dtype=torch.int32),
+        }
+        return self.block(inputs)[0].unflatten(0, positions.shape)
