@@ -18,8 +18,8 @@ VOCAB = 128
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Draw all weights anew so that no feature hides behind its initial value; returns ``model`` in eval mode.
 
-    Projections get a standard deviation of ``fan_in ** -0.5``, mixture queries 0.5, norms are spread around 1, selection
-    biases have a standard deviation of 0.1, KDA decays ``A_log`` in [-0.7, 1.3] and ``dt_bias`` in [-3, 3].
+    Projections get a standard deviation of ``fan_in ** -0.5``, mixture queries 0.5, norms are spread around 1,
+    selection biases have a standard deviation of 0.1, KDA decays ``A_log`` in [-0.7, 1.3] and ``dt_bias`` in [-3, 3].
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,7 +143,7 @@ def tiny_kimi_linear(layers: int = 5, seed: int = 0, dtype: torch.dtype = torch.
 
 
 def tiny_deepseek_v3(layers: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A random transformers ``DeepseekV3ForCausalLM``; ``q_lora_rank=None`` and ``rope_interleave`` vary the queries."""
+    """A random transformers ``DeepseekV3ForCausalLM``; ``q_lora_rank`` and ``rope_interleave`` vary the queries."""
     from transformers import DeepseekV3Config
 
     defaults = dict(

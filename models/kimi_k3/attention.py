@@ -76,7 +76,7 @@ class KimiK3Attention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [batch, seq, hidden]`` -> the same shape, and the attention weights if the function has them."""
+        """``hidden_states [batch, seq, hidden]`` -> the same shape, and the attention weights where there are any."""
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of the Kimi-K3 text model, read from the multimodal config.json, from its text part, or from our own."""
+"""Configuration of the Kimi-K3 text model, read from the multimodal config.json, its text part, or our own."""
 
 from __future__ import annotations
 
@@ -74,9 +74,11 @@ class KimiK3Config(PreTrainedConfig):
 
     ``KimiK3Config.from_dict`` and ``from_pretrained`` also take the multimodal config.json and use its text part.
     A ``quantization_config`` is checked and becomes ``expert_format="mxfp4"``: experts are stored in MXFP4, and since
-    they are decoded when read, the model itself is not a quantised one. ``linear_attn_config`` holds ``num_heads``, ``head_dim``,
-    ``short_conv_kernel_size``, ``gate_lower_bound``, ``use_full_rank_gate`` and the 1-based lists ``full_attn_layers``
-    and ``kda_layers``. Left out, it makes every fourth layer and the last one full attention, as in the released model.
+    they are decoded when read, the model itself is not a quantised one.
+
+    ``linear_attn_config`` holds ``num_heads``, ``head_dim``, ``short_conv_kernel_size``, ``gate_lower_bound``,
+    ``use_full_rank_gate`` and the 1-based lists ``full_attn_layers`` and ``kda_layers``. Left out, it makes every
+    fourth layer and the last one full attention, as in the released model.
 
     Raises:
         ConfigError: a setting is out of range, contradicts another, or asks for a variant this model does not have.
@@ -134,7 +136,7 @@ class KimiK3Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("text_config") is not None:
             raise ConfigError(
-                "KimiK3Config takes the text settings; for a config with a nested text_config use KimiK3Config.from_dict(...)"
+                "KimiK3Config takes text settings; read a config with a nested text_config by KimiK3Config.from_dict"
             )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -215,7 +217,7 @@ class KimiK3Config(PreTrainedConfig):
         bound = linear["gate_lower_bound"]
         if bound is None or not -5.0 <= bound < 0.0:
             raise ConfigError(
-                f"linear_attn_config.gate_lower_bound={bound!r} is outside [-5, 0); set the bound of the decay gate there"
+                f"linear_attn_config.gate_lower_bound={bound!r} is outside [-5, 0); set the decay bound there"
             )
 
     def _check_sizes(self) -> None:
@@ -240,8 +242,8 @@ class KimiK3Config(PreTrainedConfig):
             )
         if self.num_experts % self.num_expert_group or self.topk_group > self.num_expert_group:
             raise ConfigError(
-                f"num_experts={self.num_experts}, num_expert_group={self.num_expert_group}, topk_group={self.topk_group}: "
-                "the groups must divide the experts and topk_group must not exceed their number"
+                f"num_experts={self.num_experts}, num_expert_group={self.num_expert_group}, "
+                f"topk_group={self.topk_group}: the groups must divide the experts and topk_group must not exceed them"
             )
         per_group = self.num_experts // self.num_expert_group
         if self.num_expert_group > 1 and (per_group < 2 or self.topk_group * per_group < self.num_experts_per_token):
@@ -275,8 +277,8 @@ def check_quantization(quantization: Mapping[str, Any] | Any) -> None:
         for key, wanted in _MXFP4_WEIGHTS.items():
             if weights.get(key) != wanted:
                 raise ConfigError(
-                    f"quantization_config.config_groups[{name!r}].weights.{key}={weights.get(key)!r}, MXFP4 has {wanted!r}; "
-                    "load an unquantised checkpoint instead"
+                    f"quantization_config.config_groups[{name!r}].weights.{key}={weights.get(key)!r}, "
+                    f"MXFP4 has {wanted!r}; load an unquantised checkpoint instead"
                 )
 
 

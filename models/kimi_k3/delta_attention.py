@@ -68,7 +68,8 @@ def recurrent_kimi_delta_attention(
 
     Args:
         query, key: ``[batch, seq, heads, K]``; value: ``[batch, seq, heads, V]``.
-        g: log decay in [-5, 0], ``[batch, seq, heads, K]`` (the bound is what the GPU kernel needs); beta: write strength after the sigmoid, ``[batch, seq, heads]``.
+        g: log decay, ``[batch, seq, heads, K]``, in [-5, 0] on a GPU, where the kernel relies on the bound.
+        beta: write strength after the sigmoid, ``[batch, seq, heads]``.
         initial_state: ``[batch, heads, K, V]``, zeros if None.
 
     Returns:

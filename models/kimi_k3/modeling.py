@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kimi-K3 text model: decoder layers with block attention residuals over MLA and KDA, and the language-model head."""
+"""The Kimi-K3 text model: decoder layers with block attention residuals over MLA and KDA, and the model head."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take and return the fields of a :class:`Residual`; ``attention_mask`` is the one of this layer's attention."""
+        """Take and return the fields of a :class:`Residual`; ``attention_mask`` is that of this layer's attention."""
         residual = Residual(prefix, snapshots, scales)
         x = self.input_layernorm(mix(residual, self.self_attention_res_norm, self.self_attention_res_proj))
         if self.is_full_attention:
@@ -98,6 +98,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KimiK3DecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -176,7 +177,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
 
 
 class KimiK3Model(KimiK3PreTrainedModel):
-    """Embedding, decoder layers, final mixture and norm. Positions never enter the model: it has no rotary embedding."""
+    """Embedding, decoder layers, final mixture and norm. Positions never enter: there is no rotary embedding."""
 
     def __init__(self, config: KimiK3Config) -> None:
         super().__init__(config)

@@ -2,7 +2,8 @@
 """MXFP4: four-bit floats (sign and E2M1) with one power-of-two scale (E8M0) per 32 input columns.
 
 A byte of a packed row holds column 2j in its low and 2j+1 in its high nibble; a nibble is a sign bit over a 3-bit index
-into 0, .5, 1, 1.5, 2, 3, 4, 6; a scale byte s stands for ``2 ** (s - 127)``, 255 for NaN. (OCP Microscaling Formats 1.0.)
+into 0, .5, 1, 1.5, 2, 3, 4, 6; a scale byte s stands for ``2 ** (s - 127)``, 255 for NaN. Source: OCP Microscaling
+Formats 1.0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) ->
         raise ValueError(f"packed is {packed.dtype} and scale {scale.dtype}; MXFP4 stores both as uint8")
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * GROUP:
         raise ValueError(
-            f"packed {list(packed.shape)} does not fit scale {list(scale.shape)}: a scale covers {GROUP // 2} packed bytes"
+            f"packed {list(packed.shape)} does not fit scale {list(scale.shape)}: a scale covers {GROUP // 2} bytes"
         )
     work = torch.promote_types(dtype, torch.float32)
     values = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), dtype=work, device=packed.device)
@@ -50,7 +51,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: the columns are no multiple of 32, or a weight is not finite.
     """
     if weight.shape[-1] % GROUP:
-        raise ValueError(f"{weight.shape[-1]} columns are not a multiple of {GROUP}; MXFP4 scales groups of {GROUP} columns")
+        raise ValueError(f"{weight.shape[-1]} columns are not a multiple of {GROUP}, the group MXFP4 scales together")
     if not torch.isfinite(weight).all():
         raise ValueError("weight has entries that are not finite; MXFP4 cannot hold them")
     groups = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(-1, (-1, GROUP))

@@ -30,7 +30,7 @@ class Residual(NamedTuple):
 
 
 class MixQuery(nn.Linear):
-    """The learned query of one mixture, weight ``[1, hidden]``. A class of its own so that it can be initialised to 0."""
+    """The learned query of one mixture, weight ``[1, hidden]``; a class of its own because it starts at zero."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)

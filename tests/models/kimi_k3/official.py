@@ -177,7 +177,7 @@ def tensor_list(text: dict[str, Any], experts: str = "mxfp4", a_log: int | None 
             layer[f"{m}shared_experts.up_proj.weight"] = (bf16, [shared, hidden])
             layer[f"{m}shared_experts.down_proj.weight"] = (bf16, [hidden, shared])
             for e in range(text["num_experts"]):
-                for matrix, (rows, columns) in {"w1": (inter, latent), "w2": (latent, inter), "w3": (inter, latent)}.items():
+                for matrix, rows, columns in [("w1", inter, latent), ("w2", latent, inter), ("w3", inter, latent)]:
                     name = f"{m}experts.{e}.{matrix}.weight"
                     if experts == "mxfp4":
                         layer[f"{name}_packed"] = (u8, [rows, columns // 2])

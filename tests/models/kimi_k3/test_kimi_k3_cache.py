@@ -95,7 +95,8 @@ def test_padding_inside_a_later_chunk_is_masked(model, seed):
 def test_logits_to_keep(model, seed):
     tokens = draw(seed, 2, 6)
     wanted = full(model, tokens)
-    for keep, kept in [(0, wanted), (1, wanted[:, -1:]), (4, wanted[:, -4:]), (torch.tensor([4, 0]), wanted[:, [4, 0]])]:
+    some = torch.tensor([4, 0])
+    for keep, kept in [(0, wanted), (1, wanted[:, -1:]), (4, wanted[:, -4:]), (some, wanted[:, [4, 0]])]:
         torch.testing.assert_close(full(model, tokens, logits_to_keep=keep), kept, rtol=0, atol=1e-12)
 
 
@@ -151,7 +152,8 @@ def greedy(model, tokens, count):
 
 def test_generate_equals_plain_greedy(model, seed):
     tokens = draw(seed, 2, 5)
-    found = model.generate(tokens, max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0)
+    mask = torch.ones_like(tokens)  # else generate() takes tokens that equal the padding for padding
+    found = model.generate(tokens, attention_mask=mask, max_new_tokens=7, do_sample=False, eos_token_id=None)
     assert found.tolist() == greedy(model, tokens, 7).tolist()
 
 

@@ -104,18 +104,23 @@ def test_implementations_agree(pair, attention, experts):
     torch.testing.assert_close(found, logits, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-3), (torch.bfloat16, None)])
-def test_lower_precision(dtype, tolerance, seed):
-    """float32 stays near; bfloat16 runs, with its islands in float32, and is finite (routing may flip there)."""
-    model = tiny_kimi_k3(seed=seed, dtype=dtype)
+def test_float32_stays_near(seed):
+    """Dense layers only: a router near a tie may choose otherwise in another precision."""
+    model = tiny_kimi_k3(seed=seed, first_k_dense_replace=9)
     torch.manual_seed(seed)
     tokens = draw_tokens(1, 12)
     with torch.no_grad():
-        logits = model(tokens).logits
-    assert logits.dtype == dtype and logits.isfinite().all()
-    if tolerance is not None:
-        wanted = reference_for(model).logits(tokens[0].tolist())
-        assert (logits[0] - wanted).abs().median() < tolerance
+        logits = model(tokens).logits[0]
+    assert (logits - reference_for(model).logits(tokens[0].tolist())).abs().max() < 1e-2
+
+
+def test_bfloat16_runs(seed):
+    model = tiny_kimi_k3(seed=seed, dtype=torch.bfloat16)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out = model(draw_tokens(2, 12), tap_layers=(0, 8))
+    assert out.logits.dtype == out.taps.dtype == torch.bfloat16
+    assert out.logits.isfinite().all() and out.logits.float().std() > 0.3
 
 
 def test_grouped_experts_agree_in_float32(seed):

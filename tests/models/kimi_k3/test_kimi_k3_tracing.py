@@ -96,13 +96,13 @@ def test_a_registered_attention_function_gets_the_expanded_heads(seed):
         return eager_attention(module, query, key, value, mask, scaling)
 
     AttentionInterface.register("kimi_k3_test", attention)
-    model = tiny_kimi_k3(layers=5, v_head_dim=12, seed=seed)
+    model = tiny_kimi_k3(layers=5, v_head_dim=12, seed=seed, dtype=torch.float64)
     tokens = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         wanted = model(tokens).logits
         model.config._attn_implementation = "kimi_k3_test"
         found = model(tokens, use_cache=False).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
     assert seen == [(i, (2, 4, 6, 24), (2, 4, 6, 24), (2, 4, 6, 12), 24**-0.5) for i in (3, 4)]
 
 
