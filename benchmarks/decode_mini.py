@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of K3-mini: optimised against plain transformers generate() on the same device.
+
+The peer runs with cuDNN attention off, which is its faster setting by far. Run on a GPU:
+``python -m benchmarks.decode_mini [--check] [--out DIR] [--draft PATH]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dcp_compile
+from benchmarks.measure import RESULTS, save
+from dcp_compile.models import KimiK3ForCausalLM  # noqa: F401  (registers the model)
+from dcp_compile.models.mini import mini_path
+
+PROMPT = "def read_lines(path):\n"
+
+
+def tokens_per_second(model, ids: torch.Tensor, new: int, repeats: int, **options) -> tuple[float, torch.Tensor]:
+    """Median over ``repeats`` of generated tokens per second, prefill included, and the tokens."""
+    speeds = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        out = model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options)
+        torch.cuda.synchronize()
+        speeds.append(new / (time.perf_counter() - started))
+    return statistics.median(speeds[1:]), out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 below 10x, or where float32 tokens differ")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--draft", type=Path)
+    arguments = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tokenizer = AutoTokenizer.from_pretrained(mini_path())
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids.cuda()
+    rows, failed = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=dtype).cuda().eval()
+        plain, wanted = tokens_per_second(model, ids, arguments.new, 2)
+        started = time.perf_counter()
+        dcp_compile.optimize(model, config=dcp_compile.DCPConfig(max_batch_size=2, max_seq_len=2048))
+        seconds = time.perf_counter() - started
+        ours, tokens = tokens_per_second(model, ids, arguments.new, 3)
+        row = {
+            "dtype": str(dtype), "backend": model._dcp.report.choice.name, "optimize_s": round(seconds, 1),
+            "plain_tokens_per_s": round(plain, 1), "tokens_per_s": round(ours, 1), "ratio": round(ours / plain, 2),
+            "same_tokens": bool(torch.equal(wanted, tokens)),
+        }  # fmt: skip
+        if arguments.draft:
+            row |= _with_draft(model, arguments.draft, dtype, ids, arguments.new, tokens)
+        print(row, flush=True)
+        rows.append(row)
+        if row["ratio"] < 10:
+            failed.append(f"{dtype}: {row['ratio']}x, wanted 10x")
+        if dtype == torch.float32 and not row["same_tokens"]:
+            failed.append("float32 tokens differ from transformers'")
+        dcp_compile.unoptimize(model)
+    save("decode_mini", rows, arguments.out)
+    print("missed:", *(failed or ["nothing"]), sep="\n  ")
+    return 1 if arguments.check and failed else 0
+
+
+def _with_draft(model, path: Path, dtype: torch.dtype, ids: torch.Tensor, new: int, wanted: torch.Tensor) -> dict:
+    from transformers import AutoModel
+
+    draft = AutoModel.from_pretrained(path, dtype=dtype).cuda().eval()
+    speed, tokens = tokens_per_second(model, ids, new, 3, assistant_model=draft)
+    return {"draft_tokens_per_s": round(speed, 1), "draft_same_tokens": bool(torch.equal(wanted, tokens))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
