@@ -44,9 +44,12 @@ def shardings(draw: Callable, most_ranks: int = 8) -> Sharding:
 seeds = st.integers(0, 2**31 - 1)
 
 
-@st.composite
-def generators(draw: Callable) -> torch.Generator:
-    return torch.Generator().manual_seed(draw(seeds))
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def generators() -> st.SearchStrategy[torch.Generator]:
+    return st.builds(seeded, seeds)
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._library import define, fake, reference
-from .slots import commit_slots, gather_slots
+from .slots import check_pending, commit_slots, gather_slots
 
 define("conv_window(Tensor x, Tensor(a!) conv_state, Tensor state_slots, Tensor positions) -> Tensor")
 define(
@@ -33,6 +33,8 @@ def _windows(sequence: Tensor, rows: int) -> Tensor:
     """The last ``rows`` windows of ``sequence [B, C, width - 1 + rows]``, as ``[B * rows, C, width]``."""
     batch, channels, length = sequence.shape
     width = length - rows + 1
+    if rows == 0:  # not even one window fits then
+        return sequence.new_empty(0, channels, width)
     return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width).contiguous()
 
 
@@ -67,6 +69,7 @@ def conv_window_verify(
         pending: ``[N, C, M]`` inputs of the previous verify step; M bounds the rows of a verify step.
         accepted: ``[B]`` int32, how many of them are kept.
     """
+    check_pending(positions.shape[1], pending.shape[2])
     held = torch.cat([gather_slots(conv_state, state_slots), gather_slots(pending, state_slots)], dim=-1)
     history = _columns(held, accepted.long(), conv_state.shape[2])
     commit_slots(conv_state, state_slots, history)

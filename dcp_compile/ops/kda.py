@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._library import compute_dtype, define, fake, reference
-from .slots import commit_slots, gather_slots
+from .slots import check_pending, commit_slots, gather_slots
 
 L2_EPS = 1e-6
 
@@ -126,6 +126,7 @@ def kda_verify(
             of the previous verify step, replaced by this step's.
         accepted: ``[B]`` int32 in ``[0, M]``.
     """
+    check_pending(positions.shape[1], pending_k.shape[1])
     inputs = _prepare(q, k, v, g, beta, positions, scale, qk_l2norm)
     pendings = (pending_k, pending_u, pending_g)
     records = (gather_slots(pool, state_slots).to(inputs[0].dtype) for pool in pendings)

@@ -60,7 +60,8 @@ def pack_partials(out: Tensor, lse: Tensor) -> Tensor:
 @reference("merge_packed")
 def merge_packed(packed: Tensor, latent: int) -> Tensor:
     """Merge packed messages ``[N, T, H, R + lanes]`` of N ranks into ``[T, H, R]``; R = ``latent``."""
-    lses = packed[..., latent:].contiguous().view(compute_dtype(packed.dtype)).squeeze(-1)
+    lanes = packed[..., latent:].clone(memory_format=torch.contiguous_format)  # an odd latent size misaligns them
+    lses = lanes.view(compute_dtype(packed.dtype)).squeeze(-1)
     return merge_partials(packed[..., :latent], lses)[0]
 
 
