@@ -54,6 +54,8 @@ class BackendCapabilities:
     def __post_init__(self) -> None:
         if self.lse_base not in (2.0, math.e):
             raise ValueError(f"lse_base={self.lse_base} must be 2.0 or math.e")
+        if not self.layouts or not set(self.layouts) <= {"split", "flattened"}:
+            raise ValueError(f'layouts={self.layouts} must name "split", "flattened" or both, the best one first')
 
 
 @dataclass(frozen=True)

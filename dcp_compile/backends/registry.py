@@ -9,6 +9,7 @@ from ..errors import BackendError
 from .contract import AttentionBackend, AttentionRequirements, BackendCapabilities, rejections
 
 _BACKENDS: dict[str, AttentionBackend] = {}
+_CALLS = ("unavailable", "attend_rows", "attend_prefix", "attend_tail")
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,14 @@ def register_backend(backend: AttentionBackend) -> None:
     """Add a backend. The order of registration is the order of preference of ``"auto"``.
 
     Raises:
-        BackendError: it declares no :class:`BackendCapabilities`, or the name is taken.
+        BackendError: it declares no :class:`BackendCapabilities`, lacks a call, or the name is taken.
     """
     if not isinstance(getattr(backend, "capabilities", None), BackendCapabilities):
         raise BackendError(f"backend {backend!r} declares no BackendCapabilities; declare every field")
-    if backend.name in _BACKENDS:
+    lacking = [call for call in _CALLS if not callable(getattr(backend, call, None))]
+    if lacking:
+        raise BackendError(f"backend {backend.name!r} has no {', '.join(lacking)}; see AttentionBackend")
+    if backend.name in (*_BACKENDS, "auto"):
         raise BackendError(f"backend {backend.name!r} is registered already")
     _BACKENDS[backend.name] = backend
 
