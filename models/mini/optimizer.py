@@ -50,7 +50,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for group, master, velocity in zip(self.groups, self.masters, self.velocities):
-            grad = torch.cat([_as_stack(p.grad).float() for p in group])
+            grad = torch.cat([_as_stack(p.grad) for p in group]).float()
             velocity.lerp_(grad, 1 - self.momentum)
             update = orthogonalise(grad.lerp_(velocity, self.momentum))
             rows, columns = master.shape[1:]
@@ -83,7 +83,8 @@ class Adam:
     @torch.no_grad()
     def write_back(self) -> None:
         """Masters -> model weights."""
-        torch._foreach_copy_(self.params, self.masters)
+        for param, master in zip(self.params, self.masters):
+            param.copy_(master)
 
 
 def _as_stack(tensor: Tensor) -> Tensor:

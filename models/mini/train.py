@@ -4,7 +4,8 @@
     python -m dcp_compile.models.mini.train --tokens DIR --out DIR --seconds 480
 
 The learning rate follows the clock, not a number of steps: it is constant for half of the time and falls to zero in the other half,
-in which the experts are also trained as what they will be rounded to. A GPU with fla-core is assumed for more than a trial.
+in which the experts are also trained as what they will be rounded to. Towards the end the weights with the lowest held-out loss are kept.
+A GPU with fla-core is assumed for more than a trial.
 """
 
 import argparse
@@ -23,8 +24,7 @@ import transformers
 from torch import Tensor, nn
 
 from dcp_compile.models.kimi_k3 import KimiK3Config, KimiK3ForCausalLM
-from dcp_compile.models.kimi_k3 import delta_attention, layers, modeling, moe
-from dcp_compile.models.mini.export import round_to_mxfp4, save_packed
+from dcp_compile.models.kimi_k3 import delta_attention, layers, modeling, moe, mxfp4
 from dcp_compile.models.mini.optimizer import Adam, Muon
 
 
@@ -33,16 +33,17 @@ class Recipe:
     """Everything that decides the result besides data, time and hardware."""
 
     length: int = 4096  # tokens per window
-    windows: int = 16  # windows per step
+    windows: int = 32  # windows per step
     muon_lr: float = 0.02
     adam_lr: float = 4e-3
     muon_decay: float = 0.1
     adam_decay: float = 0.1  # of matrices; vectors are not decayed
-    dropout: float = 0.1  # of sublayer outputs
+    dropout: float = 0.15  # of sublayer outputs
     bias_rate: float = 1e-3  # of the router's selection bias
     warmup_steps: int = 100
     decay_from: float = 0.5  # share of the time after which the learning rate falls
     round_from: float = 0.5  # share of the time after which the experts are rounded
+    save_from: float = 0.75  # share of the time after which the weights with the lowest held-out loss are kept
     seed: int = 0
 
 
@@ -52,7 +53,7 @@ def mini_config() -> KimiK3Config:
         vocab_size=4096,
         hidden_size=256,
         num_hidden_layers=9,
-        intermediate_size=512,
+        intermediate_size=448,
         attn_res_block_size=4,
         num_attention_heads=2,
         q_lora_rank=128,
@@ -67,6 +68,10 @@ def mini_config() -> KimiK3Config:
         eos_token_id=1,
         pad_token_id=2,
     )
+
+
+EVALUATED = 32  # windows per evaluation
+EVALUATE_EVERY = 0.04  # of the time
 
 
 # --- data --------------------------------------------------------------------------------------------------------------
@@ -133,6 +138,18 @@ def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, head).flatten(0, 1).float(), targets.flatten())
 
 
+def limit_autotuning(configs: int) -> None:
+    """Let Triton's autotuner try only that many settings, evenly spread over its list: fla-core has hundreds, each costs a compilation."""
+    from triton.runtime.autotuner import Autotuner
+
+    initialise = Autotuner.__init__
+
+    def limited(self, fn, arg_names, candidates, *args, **kwargs) -> None:
+        initialise(self, fn, arg_names, candidates[:: math.ceil(len(candidates) / configs)], *args, **kwargs)
+
+    Autotuner.__init__ = limited
+
+
 def speed_up(device: torch.device) -> None:
     """Replace the model's experts by `grouped_experts` and, on a GPU, compile the parts that are many small kernels.
 
@@ -142,7 +159,7 @@ def speed_up(device: torch.device) -> None:
     moe.KimiK3Experts.forward = grouped_experts
     if device.type != "cuda":
         return
-    torch._dynamo.config.recompile_limit = 64  # one entry per shape
+    limit_autotuning(3)
     compiled = partial(torch.compile, dynamic=False)
     moe.KimiK3Experts.forward = compiled(grouped_experts)
     moe.KimiK3Router.forward = compiled(moe.KimiK3Router.forward)
@@ -151,11 +168,26 @@ def speed_up(device: torch.device) -> None:
     layers.SituGate.__call__ = compiled(layers.SituGate.__call__)
     delta_attention.ShortConvolution.forward = compiled(delta_attention.ShortConvolution.forward)
     delta_attention.KimiK3DeltaAttention.log_decay = compiled(delta_attention.KimiK3DeltaAttention.log_decay)
-    modeling.mix = compiled(modeling.mix)
+    mixture = compiled(modeling.mix)
+    # The first mixture has nothing to compile, and a function found empty once would stay uncompiled for good.
+    modeling.mix = lambda residual, *query: residual.prefix if residual.snapshots is None else mixture(residual, *query)
     next_token_loss = compiled(next_token_loss)
 
 
 # --- training ------------------------------------------------------------------------------------------------------------
+
+
+UNUSED = "model.layers.0.self_attention_res_"  # the first mixture has one source
+
+
+def round_to_mxfp4(weight: Tensor) -> Tensor:
+    """Nearest weights that MXFP4 can hold, in the dtype of `weight`."""
+    return mxfp4.decode(*mxfp4.encode(weight), weight.dtype)
+
+
+def save(model: KimiK3ForCausalLM, out: Path) -> None:
+    """Write the weights as they ship, in files that stay below 16 MiB."""
+    model.save_pretrained(out, expert_format="mxfp4", max_shard_size="12MB")
 
 
 def add_dropout(model: nn.Module, rate: float) -> None:
@@ -200,6 +232,7 @@ def is_matrix(name: str, param: Tensor) -> bool:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # its other shapes are not worth a compilation
 def mean_loss(model: KimiK3ForCausalLM, windows: Tensor) -> float:
     """Nats per token over `windows` [n, length + 1], without dropout."""
     model.eval()
@@ -221,7 +254,7 @@ class Trainer:
         self.model = KimiK3ForCausalLM._from_config(config, dtype=torch.bfloat16).to(device).train()
         add_dropout(self.model, recipe.dropout)
         count_loads(self.model)
-        named = list(self.model.named_parameters())
+        named = [(n, p) for n, p in self.model.named_parameters() if not n.startswith(UNUSED)]
         matrices = [p for n, p in named if is_matrix(n, p)]
         others = [p for n, p in named if not is_matrix(n, p)]
         self.muon = Muon(matrices, recipe.muon_decay)
@@ -252,34 +285,44 @@ def rate(recipe: Recipe, step: int, progress: float) -> float:
     return min(1.0, (step + 1) / recipe.warmup_steps, (1 - progress) / (1 - recipe.decay_from))
 
 
+def every(rows: Tensor, count: int) -> Tensor:
+    """About `count` of the rows, evenly spread."""
+    return rows[:: math.ceil(len(rows) / count)]
+
+
 def train(trainer: Trainer, tokens: np.ndarray, heldout: Tensor, end: float, out: Path) -> dict:
-    """Train until the clock (`time.monotonic()`) reads `end`; returns the log. A spare copy is saved in the middle."""
+    """Train until the clock (`time.monotonic()`) reads `end`, saving the best weights under `out`; returns the log."""
     recipe, device = trainer.recipe, trainer.device
     batches = training_windows(tokens, recipe)
-    seen = torch.from_numpy(cut(tokens, recipe.length)[:: max(1, len(tokens) // recipe.length // 32)][:32].astype(np.int64)).to(device)
+    seen = every(torch.from_numpy(cut(tokens, recipe.length).astype(np.int64)), EVALUATED).to(device)
+    heldout = every(heldout, EVALUATED)
     log = {"train": [], "evaluations": []}
     begin = time.monotonic()
     trainer.step(next(batches).to(device), rate(recipe, 0, 0.0), rounded=False).item()  # compiles everything
     log["first_step_seconds"] = time.monotonic() - begin
-    begin, step, next_evaluation, saved, pending = time.monotonic(), 1, 0.05, False, None
-    while (progress := (time.monotonic() - begin) / (end - begin)) < 1:
+    begin, step, progress, next_evaluation, best, last = time.monotonic(), 1, 0.0, EVALUATE_EVERY, math.inf, None
+    while progress < 1:
+        progress = min(1.0, (time.monotonic() - begin) / (end - begin))
         rounded = progress >= recipe.round_from
         loss = trainer.step(next(batches).to(device), rate(recipe, step, progress), rounded)
-        if pending is not None and step % 10 == 0:
-            log["train"].append([step, time.monotonic() - begin, pending.item()])
-        elif pending is not None:
-            pending.item()  # never more than one step ahead of the device
-        pending, step = loss, step + 1
-        if progress >= next_evaluation:
-            next_evaluation += 0.05
+        step += 1
+        if last is not None:
+            value = last.item()  # of the step before: the host is never more than one step ahead of the device
+            if step % 10 == 0:
+                log["train"].append([step - 1, time.monotonic() - begin, value])
+        last = loss
+        if progress >= next_evaluation or progress == 1:
+            next_evaluation += EVALUATE_EVERY
             row = {"step": step, "seconds": time.monotonic() - begin, "rounded": rounded}
-            row |= {"heldout": mean_loss(trainer.model, heldout[:: max(1, len(heldout) // 32)]), "seen": mean_loss(trainer.model, seen)}
+            row |= {"heldout": mean_loss(trainer.model, heldout), "seen": mean_loss(trainer.model, seen)}
             row["worst_load"] = max(float(r.load.max() / r.load.float().mean()) for r in routers(trainer.model))
             log["evaluations"].append(row)
             print(json.dumps(row | {"train": loss.item()}), flush=True)
-        if rounded and not saved:
-            saved = True
-            save_packed(trainer.model, out)
+            if progress >= recipe.save_from and row["heldout"] < best:
+                best = row["heldout"]
+                log["saved_step"] = step
+                save(trainer.model, out)
+                (out / "training.json").write_text(json.dumps(log))
     log |= {"steps": step, "seconds": time.monotonic() - begin, "tokens": step * recipe.windows * recipe.length}
     log["epochs"] = log["tokens"] / len(tokens)
     return log
@@ -301,11 +344,12 @@ def main() -> None:
     trainer = Trainer(config, recipe, device)
     log = train(trainer, tokens, heldout, started + args.seconds - 10, args.out)
 
-    save_packed(trainer.model, args.out)
-    log["heldout"] = {"loss": mean_loss(trainer.model, heldout), "tokens": heldout[:, 1:].numel()}
+    shipped = KimiK3ForCausalLM.from_pretrained(args.out, dtype=torch.bfloat16).to(device)
+    log["heldout"] = {"loss": mean_loss(shipped, heldout), "tokens": heldout[:, 1:].numel()}
     log |= {
         "recipe": asdict(recipe),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "total_seconds": time.monotonic() - started,
