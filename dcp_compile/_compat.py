@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 import torch.fx.traceback
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -91,7 +92,8 @@ def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.Gr
     """
     torch.compiler._is_compiling_flag = True
     try:
-        with fakes.mode, fx.traceback.preserve_node_meta():
+        # Composite operators must see symbolic sizes: without the Python dispatcher, matmul fails on torch 2.11.
+        with fakes.mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
             module = make_fx(torch.func.functionalize(function, remove="mutations"))(*inputs)
     finally:
         torch.compiler._is_compiling_flag = False
