@@ -67,7 +67,8 @@ class Engine:
                 f"{max_length} tokens (prompt and new tokens) do not fit: max_seq_len is {config.max_seq_len}; "
                 "call optimize() with a larger max_seq_len, or ask for fewer new tokens"
             )
-        each = pages_needed(max_length + self.max_query_rows - 1, config.block_size, self.parallel.dcp_size)
+        room = max_length + self.max_query_rows - 1
+        each = pages_needed(room, config.block_size, self.parallel.dcp_size)
         if self.slots.available < batch:
             self.slots.take(batch)  # raises, naming the free count
         pages = self.pages.take(batch * each)
@@ -75,7 +76,7 @@ class Engine:
         self._reset(slots)
         table = torch.zeros(batch, self.columns, dtype=torch.int32)
         table[:, :each] = torch.tensor(pages, dtype=torch.int32).view(batch, each)
-        return Session(self, table, pages, slots)
+        return Session(self, table, pages, slots, room)
 
     def _reset(self, slots: list[int]) -> None:
         """A new sequence starts from zero recurrent state."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import CapacityError
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -23,14 +25,15 @@ class Session:
             rows, on an engine that returns them; positions of other rows are -1.
     """
 
-    def __init__(self, engine: Engine, block_table: Tensor, pages: list[int], slots: list[int]):
+    def __init__(self, engine: Engine, block_table: Tensor, pages: list[int], slots: list[int], room: int):
+        """``room``: tokens the pages of each request are reserved for."""
         batch = len(slots)
         self.engine = engine
         self.lengths = [0] * batch
         self.block_table = block_table
         self.taps_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self._positions = self._taps = None  # of the last step
-        self._pages, self._slots = pages, slots
+        self._pages, self._slots, self._room = pages, slots, room
         self._state_slots = torch.tensor(slots, dtype=torch.int32)
         self._accepted = [0] * batch
         self._verifying: list[int] | None = None
@@ -61,8 +64,15 @@ class Session:
 
         All requests advance together in chunks of ``prefill_chunk`` columns. Prompts are aligned at their ends, so the
         shorter ones have padded rows in the first chunks.
+
+        Raises:
+            CapacityError: a prompt is longer than what its request has reserved.
+            ValueError: a prompt is missing or empty, or the session has tokens already.
         """
         prompts = [prompt.cpu() for prompt in prompts]
+        self._check_step([len(prompt) for prompt in prompts])
+        if any(self.lengths) or not all(len(prompt) for prompt in prompts):
+            raise ValueError("prefill() starts a session with one prompt of at least one token per request")
         longest = max(len(prompt) for prompt in prompts)
         chunk = self.engine.config.prefill_chunk
         logits = None
@@ -76,16 +86,20 @@ class Session:
         return logits
 
     def decode(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
-        """Append one token to every active request; returns ``[B, V]`` float32 (zeros for the inactive ones)."""
-        tokens = tokens.cpu()
+        """Append one token to every active request; returns ``[B, V]`` float32 (zeros for the inactive ones).
+
+        Raises:
+            CapacityError: a request has used up what it reserved.
+            ValueError: not one flag per request, or the previous verify was not committed.
+        """
+        tokens, counts = tokens.cpu(), [int(bool(is_active)) for is_active in active]
+        self._check_step(counts)
         if any(self._accepted):
-            counts = [int(is_active) for is_active in active]
             logits = self.verify(tokens[:, None], counts)[:, 0]
             self.commit(counts)
-            return logits
-        pieces = [tokens[row : row + 1] if is_active else tokens[:0] for row, is_active in enumerate(active)]
-        logits = self._commit_step(pieces, 1)
-        return torch.where(torch.tensor(list(active), device=logits.device)[:, None], logits, 0.0)
+        else:
+            logits = self._commit_step([tokens[row : row + count] for row, count in enumerate(counts)], 1)
+        return torch.where(torch.tensor(counts, device=logits.device)[:, None] > 0, logits, 0.0)
 
     def verify(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Run ``counts[b]`` tokens of each request without committing them; logits ``[B, S, V]`` float32.
@@ -94,7 +108,9 @@ class Session:
             tokens: ``[B, S]``; row b's first ``counts[b]`` columns are real, the others are ignored.
 
         Raises:
-            ValueError: more rows than a verify step takes, or the previous verify was not committed.
+            CapacityError: the tokens do not fit into what a request has reserved, look-ahead included.
+            ValueError: more rows than a verify step takes, not one count per request, or the previous verify was not
+                committed.
         """
         rows = tokens.shape[1]
         if self.engine.verify is None or rows > self.engine.max_query_rows:
@@ -102,13 +118,13 @@ class Session:
                 f"{rows} rows per request do not fit a verify step of at most {self.engine.max_query_rows}; "
                 "call optimize() with a larger num_speculative_tokens"
             )
-        if self._verifying is not None:
-            raise ValueError("the previous verify step was not committed; call commit() first")
-        tokens = tokens.cpu()
-        count = torch.tensor(list(counts))[:, None]
+        self._check_step(counts)
+        if max(counts) > rows:
+            raise ValueError(f"{max(counts)} tokens of a request cannot be taken from {rows} columns")
         column = torch.arange(rows)
-        starts = torch.tensor(self.lengths)[:, None]
-        positions = torch.where(column < count, starts + column, -1)
+        given = column < torch.tensor(list(counts))[:, None]
+        tokens = torch.where(given, tokens.cpu(), 0)  # what is ignored need not be a token id
+        positions = torch.where(given, torch.tensor(self.lengths)[:, None] + column, -1)
         logits = self._run(self.engine.verify, tokens, positions, list(range(tokens.numel()))).unflatten(0, tokens.shape)
         self._accepted = [0] * len(self.lengths)
         self._verifying = list(counts)
@@ -118,6 +134,8 @@ class Session:
         """Keep the first ``kept[b]`` rows of the last verify step; the rest is overwritten by what comes next."""
         if self._verifying is None:
             raise ValueError("nothing to commit: call verify() first")
+        if len(kept) != len(self._verifying):
+            raise ValueError(f"{len(kept)} counts given for {len(self._verifying)} requests")
         for row, (keep, count) in enumerate(zip(kept, self._verifying)):
             if not 0 <= keep <= count:
                 raise ValueError(f"request {row}: cannot keep {keep} of {count} verified rows")
@@ -125,6 +143,21 @@ class Session:
         self._accepted = list(kept)
         self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
         self._verifying = None
+
+    def _check_step(self, counts: Sequence[int]) -> None:
+        """Refuse ``counts[b]`` more tokens per request where they cannot be taken, before anything changes."""
+        if not self._slots:
+            raise ValueError("the session is closed; open another one")
+        if self._verifying is not None:
+            raise ValueError("the previous verify step was not committed; call commit() first")
+        if len(counts) != len(self.lengths) or min(counts) < 0:
+            raise ValueError(f"counts {list(counts)} are not one number of at least 0 for each of {len(self.lengths)} requests")
+        for row, (length, count) in enumerate(zip(self.lengths, counts)):
+            if count and length + count > self._room:
+                raise CapacityError(
+                    f"request {row} would hold {length + count} tokens, {self._room} are reserved; open the session with a "
+                    "larger max_length"
+                )
 
     def _commit_step(self, pieces: Sequence[Tensor], width: int) -> Tensor:
         """Append the pieces, aligned at the right edge of ``width`` columns; logits of the last column ``[B, V]``."""
