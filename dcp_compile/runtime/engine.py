@@ -62,6 +62,8 @@ class Engine:
                 f"a batch of {batch} does not fit: max_batch_size is {config.max_batch_size}; "
                 "call optimize() with a larger max_batch_size, or split the batch"
             )
+        if max_length < 1:
+            raise CapacityError(f"max_length={max_length} must be at least 1")
         if max_length > config.max_seq_len:
             raise CapacityError(
                 f"{max_length} tokens (prompt and new tokens) do not fit: max_seq_len is {config.max_seq_len}; "
