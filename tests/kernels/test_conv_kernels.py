@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""conv_window and conv_window_verify: bit-equal to the reference."""
+"""conv_window and conv_window_verify: bit-equal to the reference.
+
+The kernels return each request's sequence, history first; the operators cut it into one window per row.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,21 @@ def make_slots(draw: random.Random, batch: int, pool: int) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32)
 
 
+def by_row(x: torch.Tensor) -> torch.Tensor:
+    """Inputs ``[B, C, S]`` as the operators take them: ``[B * S, C, 1]``."""
+    batch, channels, rows = x.shape
+    return x.transpose(1, 2).reshape(batch * rows, channels, 1)
+
+
+def windows(sequence: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[B, C, width - 1 + S]`` -> ``[B * S, C, width]``."""
+    batch, channels, length = sequence.shape
+    width = length - rows + 1
+    if rows == 0:
+        return sequence.new_empty(0, channels, width)
+    return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width)
+
+
 @pytest.mark.seeds(25)
 def test_window(draw: random.Random, device: str) -> None:
     batch, channels, rows = draw.choice([0, 1, 3]), draw.choice([1, 5, 150]), draw.choice([0, 1, 2, 7, 90])
@@ -32,10 +50,10 @@ def test_window(draw: random.Random, device: str) -> None:
     x.masked_fill_((positions < 0)[:, None], float("nan"))
     slots = make_slots(draw, batch, pool)
     want_state = state.clone()
-    want = reference.conv_window(x, want_state, slots, positions)
+    want = reference.conv_window(by_row(x), want_state, slots, positions)
     x, mine, slots, positions = (strided(t.to(device), draw) for t in (x, state, slots, positions))
     got = conv_window(x, mine, slots, positions)
-    assert torch.equal(got.cpu(), want) and got.is_contiguous()
+    assert torch.equal(windows(got.cpu(), rows), want) and got.is_contiguous()
     assert torch.equal(mine.cpu(), want_state)
 
 
@@ -53,10 +71,10 @@ def test_window_verify(draw: random.Random, device: str) -> None:
         x = torch.randn(batch, channels, rows).to(dtype)
         x.masked_fill_((positions < 0)[:, None], float("nan"))
         accepted = torch.tensor([draw.randint(0, records) for _ in range(batch)], dtype=torch.int32)
-        want = reference.conv_window_verify(x, *pools, accepted, slots, positions)
+        want = reference.conv_window_verify(by_row(x), *pools, accepted, slots, positions)
         moved = [strided(t.to(device), draw) for t in (x, accepted, slots, positions)]
         got = conv_window_verify(moved[0], *mine, *moved[1:])
-        assert torch.equal(got.cpu(), want)
+        assert torch.equal(windows(got.cpu(), rows), want)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, pools))
 
 
