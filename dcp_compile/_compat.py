@@ -17,6 +17,9 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+# Collectives that a tracer records and that return what they made (torch 2.11 - 2.13).
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import AttentionInterface, PreTrainedModel
@@ -47,6 +50,7 @@ __all__ = [
     "cache_argument",
     "compile_graph",
     "capture_outputs",
+    "functional_collectives",
     "get_implementations",
     "module_paths",
     "recurrence_functions",

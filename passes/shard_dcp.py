@@ -57,11 +57,7 @@ def check(graph: StepGraph, context: PassContext) -> None:
 def is_collective(node: fx.Node) -> bool:
     """A collective that must be waited for."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "_c10d_functional"
-        and target is not c10d.wait_tensor.default
-    )
+    return getattr(target, "namespace", None) == "_c10d_functional" and target is not c10d.wait_tensor.default
 
 
 def _reaches(attention: Attention, merged: set[fx.Node]) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 
+from .._compat import functional_collectives
 from ..errors import UnsupportedModelError
 from .groups import ParallelLayout
 
@@ -88,7 +88,7 @@ def _check_supported(model: nn.Module, paths: list[str]) -> None:
 
 def _summed(forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        return collectives.all_reduce(forward(x), "sum", group)
+        return functional_collectives.all_reduce(forward(x), "sum", group)
 
     return run
 
