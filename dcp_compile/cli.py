@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``generate``, ``explain`` and ``bench``.
+
+Every command loads a model folder, optimises it over the ranks that were started (one without torchrun or accelerate
+launch) and prints on the first rank only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
+from transformers.generation import BaseStreamer
+
+from . import DCPConfig, errors, explain, optimize, unoptimize
+from .config import DECODE_LAYOUTS, LOWERINGS
+from .models.mini import mini_path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for an error that one line on stderr explains."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except errors.DCPCompileError as error:
+        where = f"rank {_environment('RANK')}: " if _environment("WORLD_SIZE", 1) > 1 else ""
+        print(f"{where}error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dcp_compile", description="Decode MLA models over several ranks.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a prompt")
+    _add_model_options(generate)
+    generate.add_argument("--prompt", required=True, help="text to continue; - reads it from standard input")
+    generate.add_argument("--max-new-tokens", type=_at_least(1), default=64)
+    generate.add_argument("--stream", action="store_true", help="print tokens as they come")
+    generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most likely one")
+    generate.add_argument("--temperature", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0, help="0: no limit")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0, help="of the draws")
+    generate.add_argument("--prompt-lookup", type=_at_least(1), metavar="N", help="draft N tokens by n-gram lookup")
+    generate.set_defaults(command=_generate)
+
+    report = commands.add_parser("explain", help="say what optimize() did to a model")
+    _add_model_options(report)
+    report.set_defaults(command=_explain)
+
+    bench = commands.add_parser("bench", help="decode speed, optimised and with plain transformers")
+    _add_model_options(bench)
+    bench.add_argument("--batch", type=_at_least(1), default=1)
+    bench.add_argument("--prompt-tokens", type=_at_least(1), default=128, help="random tokens per prompt")
+    bench.add_argument("--new-tokens", type=_at_least(2), default=64)
+    bench.add_argument("--runs", type=_at_least(1), default=3, help="timed runs after one that is not timed")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    """An argument type: an integer of at least ``low``."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
+        return value
+
+    return integer
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=str(mini_path()), help="model folder (default: the mini Kimi-K3)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"))
+    parser.add_argument("--dcp-size", type=int, help="ranks that share the KV cache (default: all)")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the attention heads (default: %(default)s)")
+    defaults = DCPConfig()
+    parser.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens per page and rank")
+    parser.add_argument("--interleave", type=int, default=defaults.kv_interleave, help="consecutive tokens per rank")
+    parser.add_argument("--max-seq-len", type=int, default=defaults.max_seq_len)
+    parser.add_argument("--layout", default=defaults.decode_layout, choices=DECODE_LAYOUTS)
+    parser.add_argument("--backend", default=defaults.backend, help="attention backend")
+    parser.add_argument("--lowering", default=defaults.lowering, choices=LOWERINGS)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _generate(options: argparse.Namespace) -> None:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    tokenizer = _load(AutoTokenizer, options.model)
+    settings = {"do_sample": False}
+    if options.sample:
+        torch.manual_seed(options.seed)
+        settings = {"do_sample": True, **{name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}}
+    if options.prompt_lookup is not None:
+        settings["prompt_lookup_num_tokens"] = options.prompt_lookup
+    with _optimised(_config(options), _load_model(options)) as model:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True) if options.stream else None
+        out = model.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=options.max_new_tokens,
+            streamer=streamer,
+            **settings,
+        )
+    if _is_first_rank() and not options.stream:
+        print(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def _explain(options: argparse.Namespace) -> None:
+    with _optimised(_config(options), _load_model(options)) as model:
+        if _is_first_rank():
+            print(explain(model))
+
+
+def _bench(options: argparse.Namespace) -> None:
+    config, model = _config(options), _load_model(options)
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.get_text_config().vocab_size
+    prompts = torch.randint(vocab, (options.batch, options.prompt_tokens), generator=generator).to(model.device)
+    plain = _measure(model, prompts, options)
+    with _optimised(config, model) as optimised:
+        compiled = _measure(optimised, prompts, options)
+    if not _is_first_rank():
+        return
+    equal = bool(torch.equal(plain.tokens, compiled.tokens))
+    result = {
+        "model": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device.type),
+        "dcp_size": config.dcp_size, "batch": options.batch, "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens, "runs": options.runs,
+        "plain": plain.summary(), "optimised": compiled.summary(),
+        "speedup": plain.step / compiled.step, "tokens_equal": equal,
+    }  # fmt: skip
+    print(json.dumps(result) if options.json else _table(result))
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Attributes:
+    tokens: what was generated, int64 ``[batch, prompt + new]`` on the CPU.
+    first: median seconds until the first new token. step: median seconds between two tokens of a sequence.
+    """
+
+    tokens: Tensor
+    first: float
+    step: float
+
+    def summary(self) -> dict[str, float]:
+        batch = len(self.tokens)
+        return {"tokens_per_second": batch / self.step, "seconds_per_step": self.step, "seconds_to_first_token": self.first}
+
+
+class _Clock(BaseStreamer):
+    """Notes when each column of tokens reaches the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _measure(model: PreTrainedModel, prompts: Tensor, options: argparse.Namespace) -> Timing:
+    """Time greedy decoding of exactly ``new_tokens`` tokens."""
+    first, steps = [], []
+    for run in range(options.runs + 1):
+        clock = _Clock()
+        started = time.perf_counter()
+        out = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            streamer=clock,
+        )
+        arrivals = clock.times[1:]  # the prompt is streamed first
+        if run and arrivals:  # only the leader of an optimised model streams
+            first.append(arrivals[0] - started)
+            steps += [after - before for before, after in zip(arrivals, arrivals[1:])]
+    return Timing(out.cpu(), statistics.median(first or [0.0]), statistics.median(steps or [0.0]))
+
+
+def _table(result: dict) -> str:
+    lines = [
+        "{model}, {dtype} on {device}, batch {batch}, prompt {prompt_tokens}, {new_tokens} new tokens, median of {runs} runs".format(
+            **result
+        ),
+    ]
+    for label, key in (("plain transformers", "plain"), (f"dcp_compile, dcp {result['dcp_size']}", "optimised")):
+        row = result[key]
+        lines.append(
+            f"{label:<20} {row['tokens_per_second']:>9.1f} tokens/s {row['seconds_per_step'] * 1e3:>9.2f} ms per step "
+            f"{row['seconds_to_first_token']:>8.3f} s to the first token"
+        )
+    equal = "equal" if result["tokens_equal"] else "NOT equal"
+    return "\n".join([*lines, f"{result['speedup']:.2f} times as fast; greedy tokens {equal}"])
+
+
+# --- models and ranks ------------------------------------------------------------------------------------------------
+
+
+def _environment(name: str, default: int = 0) -> int:
+    """A number that torchrun or accelerate launch put into the environment."""
+    return int(os.environ.get(name, default))
+
+
+def _is_first_rank() -> bool:
+    return _environment("RANK") == 0
+
+
+def _load(auto_class: type, path: str, **settings: object):
+    try:
+        return auto_class.from_pretrained(path, **settings)
+    except OSError as error:  # what transformers raises for a path or a file that is not there
+        raise errors.CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _load_model(options: argparse.Namespace) -> PreTrainedModel:
+    from . import models  # noqa: F401  (registers them with the Auto classes)
+
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", _environment("LOCAL_RANK"))
+        torch.cuda.set_device(device)
+    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype).to(device).eval()
+
+
+def _config(options: argparse.Namespace) -> DCPConfig:
+    return DCPConfig(
+        dcp_size=options.dcp_size or _environment("WORLD_SIZE", 1),
+        tp_size=options.tp_size,
+        block_size=options.block_size,
+        kv_interleave=options.interleave,
+        max_seq_len=options.max_seq_len,
+        decode_layout=options.layout,
+        backend=options.backend,
+        lowering=options.lowering,
+    )
+
+
+@contextmanager
+def _optimised(config: DCPConfig, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The optimised model; afterwards it is restored and the process group, if optimize() made one, is closed."""
+    try:
+        yield optimize(model, config=config)
+        unoptimize(model)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
