@@ -76,12 +76,11 @@ def _kda_verify(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # One program owns a head with all its columns: the records of k and g are read by every column before they are
-    # replaced, which programs that share a head could not order without waiting for each other.
-    head = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(1).to(tl.int64)
+    # Programs that share a head all read its records of k and g: a second kernel replaces those, after this one.
+    head = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
-    j = tl.arange(0, BLOCK_V)
+    j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
     held = slot >= 0
     tile = state + slot * state_stride_n + head * state_stride_h
@@ -110,7 +109,6 @@ def _kda_verify(
     beta += request * beta_stride_b + head * beta_stride_h
     positions += request * position_stride_b
     out += (request * rows * heads + head) * V + j
-    in_k = (i < K) & held
     in_v = (j < V) & held
     q_row, k_row, v_row, g_row, strength, valid = load_token(q, k, v, g, beta, positions, i < K, j < V, rows > 0)
     for row in range(rows):
@@ -126,21 +124,66 @@ def _kda_verify(
         v_row, g_row, strength = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0), tl.where(valid, strength, 0.0)
         s, u_row, o = delta_step(s, q_row, k_row, v_row, g_row, strength)
         tl.store(out, o.to(out.dtype.element_ty), mask=j < V)
-        tl.store(k_record, k_row, mask=in_k)
         tl.store(u_record, u_row, mask=in_v)
-        tl.store(g_record, g_row, mask=in_k)
         out += heads * V
-        k_record += pk_stride_m
         u_record += pu_stride_m
-        g_record += pg_stride_m
         q_row, k_row, v_row, g_row, strength, valid = following
     for _ in range(rows, RECORDS):  # a narrower step leaves neutral records behind
-        tl.store(k_record, tl.zeros([BLOCK_K], tl.float32), mask=in_k)
         tl.store(u_record, tl.zeros([BLOCK_V], tl.float32), mask=in_v)
-        tl.store(g_record, tl.zeros([BLOCK_K], tl.float32), mask=in_k)
-        k_record += pk_stride_m
         u_record += pu_stride_m
-        g_record += pg_stride_m
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _keep_records(
+    k,
+    g,
+    pending_k,
+    pending_g,
+    state_slots,
+    positions,
+    rows,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    k_stride_k,
+    g_stride_b,
+    g_stride_s,
+    g_stride_h,
+    g_stride_k,
+    pk_stride_n,
+    pk_stride_m,
+    pk_stride_h,
+    pk_stride_k,
+    pg_stride_n,
+    pg_stride_m,
+    pg_stride_h,
+    pg_stride_k,
+    slot_stride,
+    position_stride_b,
+    position_stride_s,
+    K: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Normalised keys and log decays of one row and head; zeros for a padded row and past the last one."""
+    record = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    i = tl.arange(0, BLOCK_K)
+    slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
+    known = record < rows
+    position = tl.load(positions + request * position_stride_b + record * position_stride_s, mask=known, other=-1)
+    valid = position >= 0
+    row = request * k_stride_b + record * k_stride_s + head * k_stride_h
+    k_row = tl.load(k + row + i * k_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
+    row = request * g_stride_b + record * g_stride_s + head * g_stride_h
+    g_row = tl.load(g + row + i * g_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
+    k_row = normalised(k_row, valid, L2NORM)
+    kept = (i < K) & (slot >= 0)
+    target = slot * pk_stride_n + record * pk_stride_m + head * pk_stride_h
+    tl.store(pending_k + target + i * pk_stride_k, k_row, mask=kept)
+    target = slot * pg_stride_n + record * pg_stride_m + head * pg_stride_h
+    tl.store(pending_g + target + i * pg_stride_k, g_row, mask=kept)
 
 
 def kda_verify(
@@ -182,8 +225,8 @@ def kda_verify(
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out
-    block_k, block_v = triton.next_power_of_2(width), triton.next_power_of_2(values)
-    _kda_verify[(heads, batch)](
+    block_k, block_v = triton.next_power_of_2(width), min(32, triton.next_power_of_2(values))
+    _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
         q,
         k,
         v,
@@ -218,6 +261,25 @@ def kda_verify(
         L2NORM=qk_l2norm,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=max(1, min(16, block_k * block_v // 1024)),  # 32 registers of state per thread
+        num_warps=max(1, min(8, block_k * block_v // 1024)),  # 32 registers of state per thread
+    )
+    _keep_records[(pending_k.shape[1], heads, batch)](
+        k,
+        g,
+        pending_k,
+        pending_g,
+        state_slots,
+        positions,
+        rows,
+        *k.stride(),
+        *g.stride(),
+        *pending_k.stride(),
+        *pending_g.stride(),
+        state_slots.stride(0),
+        *positions.stride(),
+        K=width,
+        L2NORM=qk_l2norm,
+        BLOCK_K=block_k,
+        num_warps=1,
     )
     return out
