@@ -48,7 +48,7 @@ class Recipe:
 
 
 def mini_config() -> KimiK3Config:
-    """Every part of Kimi-K3, head widths included, in 17.4 M parameters; 9 layers: KDA KDA KDA MLA KDA KDA KDA MLA MLA."""
+    """Every part of Kimi-K3, head widths included, in 17.6 M parameters; 9 layers: KDA KDA KDA MLA KDA KDA KDA MLA MLA."""
     return KimiK3Config(
         vocab_size=4096,
         hidden_size=256,
@@ -139,7 +139,7 @@ def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def limit_autotuning(configs: int) -> None:
-    """Let Triton's autotuner try only that many settings, evenly spread over its list: fla-core has hundreds, each costs a compilation."""
+    """Let Triton's autotuner try only that many settings, evenly spread over its list: each of fla-core's many costs a compilation."""
     from triton.runtime.autotuner import Autotuner
 
     initialise = Autotuner.__init__
@@ -153,7 +153,7 @@ def limit_autotuning(configs: int) -> None:
 def speed_up(device: torch.device) -> None:
     """Replace the model's experts by `grouped_experts` and, on a GPU, compile the parts that are many small kernels.
 
-    Compiling these functions takes a third of the time that compiling the layers takes, and the rest are matrix products anyway.
+    What is left uncompiled are matrix products and kernels; compiling whole layers would compile the same parts once per kind of layer.
     """
     global next_token_loss
     moe.KimiK3Experts.forward = grouped_experts
