@@ -8,15 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import device
 from .merge import merge_into
-from .splits import multiprocessors, shared_memory, split_count
+from .splits import split_count
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["rows", "group_rows"])
-def _attend(
+def _mla(
     q_latent,
     q_rope,
     kv_cache,
@@ -153,7 +154,7 @@ def _tile(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:
     """
     if q_latent.dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=2)
-    limit = shared_memory(q_latent.device)
+    limit = device.shared_memory(q_latent.device)
     for block_m, num_warps in ((64, 8), (32, 8)):
         if pairs > block_m // 2 and (block_m + 2 * 32) * width * q_latent.element_size() <= limit:
             return dict(BLOCK_M=block_m, BLOCK_N=32, num_warps=num_warps, num_stages=2)
@@ -180,16 +181,18 @@ def _launch(
         return out, lse
     group_rows = max(rows // block_table.shape[0], 1)
     pairs = group_rows * heads
+    if kv_cache.dtype != q_latent.dtype:
+        most_pairs = min(most_pairs, 32)  # converting keys takes registers
     tile = _tile(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
     tiles = triton.cdiv(rows, group_rows) * triton.cdiv(pairs, tile["BLOCK_M"])
     if splits is None:
         capacity = block_table.shape[1] * kv_cache.shape[1]
-        splits = split_count(tiles, capacity, multiprocessors(q_latent.device))
+        splits = split_count(tiles, capacity, device.multiprocessors(q_latent.device))
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, rows, heads, latent), dtype=torch.float32)
         part_lse = lse.new_empty((splits, rows, heads))
-    _attend[(tiles, splits)](
+    _mla[(tiles, splits)](
         q_latent,
         q_rope,
         kv_cache,
@@ -285,7 +288,7 @@ def mla_tail(
     """
     # Latency counts: the smallest tiles, as long as they do not queue.
     pairs = q_latent.shape[0] * q_latent.shape[1]
-    most_pairs = 16 if pairs <= 16 * multiprocessors(q_latent.device) else 32
+    most_pairs = 16 if pairs <= 16 * device.multiprocessors(q_latent.device) else 32
     return _launch(
         q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, kv_scale, 1, most_pairs
     )

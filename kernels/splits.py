@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device offers, and how many programs share the keys of one request."""
+"""How many programs share the keys of one request."""
 
 from __future__ import annotations
-
-import torch
 
 MAX_SPLITS = 64
 _MIN_KEYS = 128  # fewer keys per split cost more in the merge than they save
 _GOOD_FIT = 0.95
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run at once with one program per multiprocessor; 1 without a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory one program may use; without a GPU, the smallest of current GPUs."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 101376
 
 
 def split_count(tiles: int, capacity: int, width: int) -> int:
