@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel tests run on a GPU when there is one, and in Triton's interpreter otherwise."""
+"""Kernel tests run on a GPU when there is one, else in Triton's interpreter, which tests/conftest.py switches on."""
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import uuid
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton's own library functions are wrapped when it is imported: later is too late.
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton was imported before the kernel tests; set TRITON_INTERPRET=1 for the whole run")
-    os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
@@ -26,8 +21,6 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
-
-torch.set_num_threads(1)
 
 # New for each run, the same in all workers of a distributed run.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
@@ -42,18 +35,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     fixed = os.environ.get("DCP_SEED")
     source = random.Random(f"{_RUN} {metafunc.definition.nodeid}")
     metafunc.parametrize("seed", [int(fixed)] if fixed else [source.randrange(2**31) for _ in range(count)])
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "seeds(n): number of fresh seeds a test runs with")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture
