@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import dcp_compile
 from benchmarks.measure import RESULTS, save
-from dcp_compile.models import KimiK3ForCausalLM  # noqa: F401  (registers the model)
+from dcp_compile.models import K3DSparkModel, KimiK3ForCausalLM  # noqa: F401  (registers both models)
 from dcp_compile.models.mini import mini_path
 
 PROMPT = "def read_lines(path):\n"
@@ -42,17 +42,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_tf32 = False
     tokenizer = AutoTokenizer.from_pretrained(mini_path())
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids.cuda()
     rows, failed = [], []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in arguments.dtypes):
         model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=dtype).cuda().eval()
         plain, wanted = tokens_per_second(model, ids, arguments.new, 2)
         started = time.perf_counter()
-        dcp_compile.optimize(model, config=dcp_compile.DCPConfig(max_batch_size=2, max_seq_len=2048))
+        draft = AutoModel.from_pretrained(arguments.draft, dtype=dtype).cuda().eval() if arguments.draft else None
+        dcp_compile.optimize(model, config=dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=2048), draft=draft)
         seconds = time.perf_counter() - started
         ours, tokens = tokens_per_second(model, ids, arguments.new, 3)
         row = {
@@ -60,26 +62,20 @@ def main() -> int:
             "plain_tokens_per_s": round(plain, 1), "tokens_per_s": round(ours, 1), "ratio": round(ours / plain, 2),
             "same_tokens": bool(torch.equal(wanted, tokens)),
         }  # fmt: skip
-        if arguments.draft:
-            row |= _with_draft(model, arguments.draft, dtype, ids, arguments.new, tokens)
         print(row, flush=True)
+        if draft is not None:
+            speed, drafted = tokens_per_second(model, ids, arguments.new, 3, assistant_model=draft)
+            row |= {"draft_tokens_per_s": round(speed, 1), "draft_same_tokens": bool(torch.equal(tokens, drafted))}
+            print(row, flush=True)
         rows.append(row)
+        save("decode_mini", rows, arguments.out)
         if row["ratio"] < 10:
             failed.append(f"{dtype}: {row['ratio']}x, wanted 10x")
         if dtype == torch.float32 and not row["same_tokens"]:
             failed.append("float32 tokens differ from transformers'")
         dcp_compile.unoptimize(model)
-    save("decode_mini", rows, arguments.out)
     print("missed:", *(failed or ["nothing"]), sep="\n  ")
     return 1 if arguments.check and failed else 0
-
-
-def _with_draft(model, path: Path, dtype: torch.dtype, ids: torch.Tensor, new: int, wanted: torch.Tensor) -> dict:
-    from transformers import AutoModel
-
-    draft = AutoModel.from_pretrained(path, dtype=dtype).cuda().eval()
-    speed, tokens = tokens_per_second(model, ids, new, 3, assistant_model=draft)
-    return {"draft_tokens_per_s": round(speed, 1), "draft_same_tokens": bool(torch.equal(wanted, tokens))}
 
 
 if __name__ == "__main__":

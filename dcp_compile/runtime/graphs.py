@@ -75,7 +75,10 @@ def _corner(buffer: Tensor, full: torch.Size, used: torch.Size, name: str) -> Te
 
 @dataclass
 class _Bucket:
+    """A captured step. A graph owns only what was allocated inside its capture: everything else it reads is kept here."""
+
     staging: Staging
+    logit_rows: Tensor
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
 
@@ -143,7 +146,7 @@ class GraphRunner:
                 f"a step of {batch} requests x {self._rows} rows cannot be captured as a CUDA graph: {error}. Pass "
                 "cuda_graphs=False to run without graphs"
             ) from error
-        return _Bucket(staging, graph, outputs)
+        return _Bucket(staging, logit_rows, graph, outputs)
 
 
 def batch_buckets(most: int) -> list[int]:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graph replay: the same tokens as without graphs, state untouched by warm-up, nothing freed that a graph reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dcp_compile
+from dcp_compile.runtime.graphs import batch_buckets
+from tests.tiny_models import tiny_kimi_k3
+
+SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])])
+def test_buckets_reach_the_largest_batch(most, sizes):
+    assert batch_buckets(most) == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
+def test_replays_equal_transformers_and_survive_reused_memory():
+    plain = tiny_kimi_k3(layers=5).cuda()
+    model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
+    states = model._dcp_engine.states
+    assert all(not tensor.any() for tensor in states.values()), "warm-up and capture must leave no trace"
+    for batch in (1, 2, 3):
+        ids = torch.randint(3, 100, (batch, 9), device="cuda")
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        wanted = plain.generate(ids, **options)
+        junk = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(64)]
+        assert torch.equal(model.generate(ids, **options), wanted)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), wanted)
+        del junk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
+def test_a_replay_does_not_wait_for_the_device():
+    model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
+    engine = model._dcp_engine
+    bucket = engine.step._buckets[1]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            bucket.graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
