@@ -3,7 +3,8 @@
 
     python -m dcp_compile.models.mini.corpus --stdlib LIB --tokenizer DIR --tokens DIR
 
-writes the tokenizer (a transformers fast tokenizer) and `train.npy` / `heldout.npy` (uint16, documents `bos text eos` end to end).
+writes the tokenizer (a transformers fast tokenizer) and `train.npy` / `heldout.npy` (uint16, documents `bos text eos`
+end to end).
 """
 
 import argparse
@@ -16,19 +17,20 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
-BOS, EOS, PAD, MASK = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>")  # ids 0..3; mask is for block drafts
+# Ids 0..3; the mask is for block drafts.
+BOS, EOS, PAD, MASK = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>")
 HELDOUT_PER_MILLE = 30
 
 # Tables of numbers and names, not code anyone would write.
 TABLES = {"pydoc_data/topics.py", "html/entities.py", "stringprep.py", "test/test_ast/snippets.py"}
 
-# A newline is always a token of its own and so is an indentation: a prompt may end after either and still be tokenised as in training.
-# Words take their leading space along, digits stand alone.
+# A newline is always a token of its own and so is an indentation: a prompt may end after either and still be tokenised
+# as in training. Words take their leading space along, digits stand alone.
 PIECES = r"\n|(?<=\n)[ ]+| ?[^\W\d]+| ?\d| ?[^\s\w]+|[ ]+|\s"
 
 
 def documents(stdlib: Path) -> dict[str, str]:
-    """Relative path -> text of every usable source file under `stdlib` (UTF-8, no third-party packages, no code-page tables)."""
+    """Relative path -> text of every usable source file under `stdlib`: UTF-8, no third-party packages, no tables."""
     found = {}
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
@@ -52,16 +54,31 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with `VOCAB_SIZE` entries; encoding a text puts bos in front of it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=24, show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, mask_token=MASK, padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        mask_token=MASK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -73,7 +90,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="a Lib/ folder of CPython (default: this interpreter's)")
+    parser.add_argument(
+        "--stdlib",
+        type=Path,
+        default=Path(sysconfig.get_paths()["stdlib"]),
+        help="a Lib/ folder of CPython (default: this interpreter's)",
+    )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder the tokenizer is written to")
     parser.add_argument("--tokens", type=Path, required=True, help="folder the token arrays are written to")
     args = parser.parse_args()
@@ -88,7 +110,9 @@ def main() -> None:
         tokens = encode(tokenizer, texts)
         np.save(args.tokens / f"{name}.npy", tokens)
         size = sum(len(text.encode()) for text in texts)
-        print(f"{name}: {len(texts)} files, {size} bytes, {len(tokens)} tokens, {size / len(tokens):.3f} bytes per token")
+        print(
+            f"{name}: {len(texts)} files, {size} bytes, {len(tokens)} tokens, {size / len(tokens):.3f} bytes per token"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon for the matrices, Adam for the rest, both on fp32 masters of a bf16 model.
 
-The model holds what will be shipped (bf16 weights, experts already rounded to MXFP4 once that phase begins), the gradients are taken there,
-and the masters are what is updated: the straight-through estimator without a special autograd function.
+The model holds what will be shipped (bf16 weights, experts already rounded to MXFP4 once that phase begins), the
+gradients are taken there, and the masters are what is updated: the straight-through estimator without a special
+autograd function.
 """
 
 import math
@@ -17,9 +18,10 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices, roughly: [n, rows, columns] -> the same shape in bf16, singular values between about 0.7 and 1.2.
+    """Nearest semi-orthogonal matrices, roughly: [n, rows, columns] -> the same shape in bf16.
 
-    The quintic Newton-Schulz iteration and its coefficients are Keller Jordan's (Muon, 2024).
+    Singular values end up between about 0.7 and 1.2. The quintic Newton-Schulz iteration and its coefficients are
+    Keller Jordan's (Muon, 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
@@ -34,8 +36,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Momentum, orthogonalised: parameters of one shape are updated in one batch.
 
-    `params`: 2-d matrices [out, in] or stacks of them [experts, out, in], each matrix orthogonalised by itself. The step of a matrix is
-    lr * sqrt(max(1, out / in)); weight decay is decoupled: w <- w * (1 - lr * weight_decay).
+    `params`: matrices [out, in] or stacks of them [experts, out, in], each matrix orthogonalised by itself. The step
+    of a matrix is lr * sqrt(max(1, out / in)); weight decay is decoupled: w <- w * (1 - lr * weight_decay).
     """
 
     def __init__(self, params: list[Parameter], weight_decay: float, momentum: float = 0.95) -> None:
@@ -71,7 +73,9 @@ class Adam:
     def __init__(self, params: list[Parameter], weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
         self.params = params
         self.masters = [p.detach().float().clone() for p in params]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=0.0, betas=betas, eps=1e-10, weight_decay=weight_decay, fused=params[0].is_cuda)
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=0.0, betas=betas, eps=1e-10, weight_decay=weight_decay, fused=params[0].is_cuda
+        )
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -3,8 +3,9 @@
 
     python -m dcp_compile.models.mini.train --tokens DIR --out DIR --seconds 480
 
-The learning rate follows the clock, not a number of steps: it is constant for half of the time and falls to zero in the other half,
-in which the experts are also trained as what they will be rounded to. Towards the end the weights with the lowest held-out loss are kept.
+The learning rate follows the clock, not a number of steps: it is constant for half of the time and falls to zero in the
+other half, in which the experts are also trained as what they will be rounded to. Towards the end the weights with the
+lowest held-out loss are kept.
 A GPU with fla-core is assumed for more than a trial.
 """
 
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dcp_compile.models.kimi_k3 import KimiK3Config, KimiK3ForCausalLM
-from dcp_compile.models.kimi_k3 import delta_attention, layers, modeling, moe, mxfp4
+from dcp_compile.models.kimi_k3 import KimiK3Config, KimiK3ForCausalLM, delta_attention, layers, modeling, moe, mxfp4
 from dcp_compile.models.mini.optimizer import Adam, Muon
 
 
@@ -48,7 +49,7 @@ class Recipe:
 
 
 def mini_config() -> KimiK3Config:
-    """Every part of Kimi-K3, head widths included, in 17.6 M parameters; 9 layers: KDA KDA KDA MLA KDA KDA KDA MLA MLA."""
+    """Every part of Kimi-K3, head widths included, in 17.6 M parameters: KDA KDA KDA MLA KDA KDA KDA MLA MLA."""
     return KimiK3Config(
         vocab_size=4096,
         hidden_size=256,
@@ -74,14 +75,14 @@ EVALUATED = 32  # windows per evaluation
 EVALUATE_EVERY = 0.04  # of the time
 
 
-# --- data --------------------------------------------------------------------------------------------------------------
+# --- data ------------------------------------------------------------------------------------------------------------
 
 
 def training_windows(tokens: np.ndarray, recipe: Recipe) -> Iterator[Tensor]:
-    """Batches [windows, length + 1] without end: every epoch shuffles the documents, packs them and cuts the result."""
+    """Batches [windows, length + 1] without end: every epoch shuffles the documents, packs them and cuts them up."""
     random = np.random.default_rng(recipe.seed)
     starts = np.append(np.flatnonzero(tokens == 0), len(tokens))
-    documents = [tokens[a:b] for a, b in zip(starts[:-1], starts[1:])]
+    documents = [tokens[a:b] for a, b in pairwise(starts)]
     while True:
         packed = np.concatenate([documents[i] for i in random.permutation(len(documents))])
         rows = cut(packed[random.integers(recipe.length) :], recipe.length)
@@ -91,12 +92,12 @@ def training_windows(tokens: np.ndarray, recipe: Recipe) -> Iterator[Tensor]:
 
 
 def cut(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Windows [n, length + 1] that overlap in one token, so that each token but the first is predicted once; the rest is dropped."""
+    """Windows [n, length + 1] that overlap in one token: each but the first is predicted once, a rest is dropped."""
     count = (len(tokens) - 1) // length
     return np.lib.stride_tricks.as_strided(tokens, (count, length + 1), (length * tokens.strides[0], tokens.strides[0]))
 
 
-# --- faster, the same function -------------------------------------------------------------------------------------------
+# --- faster, the same function ---------------------------------------------------------------------------------------
 
 
 class Permute(torch.autograd.Function):
@@ -104,20 +105,18 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
+        ctx.save_for_backward(inverse)
         return x[order]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        order, inverse = ctx.saved_tensors
-        return grad[inverse], None, None
+        return grad[ctx.saved_tensors[0]], None, None
 
 
 def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' forward pass, rows sorted by expert; the routing weight is applied before the (linear) down projection."""
+    """The experts' forward pass on rows sorted by expert, routing weights before the (linear) down projection."""
     tokens, top_k = top_k_index.shape
-    chosen = top_k_index.flatten()
-    order = chosen.to(torch.int16).argsort()
+    order = top_k_index.flatten().to(torch.int16).argsort()
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * top_k, device=order.device))
     ends = expert_counts(top_k_index, experts.num_experts).cumsum(0, dtype=torch.int32)
     rows = hidden_states[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1)
@@ -130,7 +129,8 @@ def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 def expert_counts(top_k_index: Tensor, experts: int) -> Tensor:
     """Rows per expert, int32 [experts]."""
-    return (top_k_index.flatten()[:, None] == torch.arange(experts, device=top_k_index.device)).sum(0, dtype=torch.int32)
+    hits = top_k_index.flatten()[:, None] == torch.arange(experts, device=top_k_index.device)
+    return hits.sum(0, dtype=torch.int32)
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def limit_autotuning(configs: int) -> None:
-    """Let Triton's autotuner try only that many settings, evenly spread over its list: each of fla-core's many costs a compilation."""
+    """Let Triton's autotuner try only that many settings, evenly spread: each of fla-core's many is a compilation."""
     from triton.runtime.autotuner import Autotuner
 
     initialise = Autotuner.__init__
@@ -153,7 +153,8 @@ def limit_autotuning(configs: int) -> None:
 def speed_up(device: torch.device) -> None:
     """Replace the model's experts by `grouped_experts` and, on a GPU, compile the parts that are many small kernels.
 
-    What is left uncompiled are matrix products and kernels; compiling whole layers would compile the same parts once per kind of layer.
+    What is left uncompiled are matrix products and kernels; compiling whole layers would compile the same parts once
+    per kind of layer.
     """
     global next_token_loss
     moe.KimiK3Experts.forward = grouped_experts
@@ -174,7 +175,7 @@ def speed_up(device: torch.device) -> None:
     next_token_loss = compiled(next_token_loss)
 
 
-# --- training ------------------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 UNUSED = "model.layers.0.self_attention_res_"  # the first mixture has one source
@@ -220,7 +221,7 @@ def count_loads(model: nn.Module) -> None:
 
 @torch.no_grad()
 def balance(model: nn.Module, rate: float) -> None:
-    """Raise the selection bias of experts with too few rows and lower that of the others by `rate` (auxiliary-loss-free balancing)."""
+    """Raise the selection bias of experts with too few rows by `rate`, lower that of the others (no auxiliary loss)."""
     for router in routers(model):
         load = router.load.float()
         router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
@@ -238,8 +239,8 @@ def mean_loss(model: KimiK3ForCausalLM, windows: Tensor) -> float:
     model.eval()
     losses = []
     for batch in windows.split(8):
-        hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
-        losses.append(F.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum").item())
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1).float()
+        losses.append(F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum").item())
     model.train()
     return math.fsum(losses) / windows[:, 1:].numel()
 
@@ -331,7 +332,9 @@ def train(trainer: Trainer, tokens: np.ndarray, heldout: Tensor, end: float, out
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=Path, required=True, help="folder with train.npy and heldout.npy, from corpus.py")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help="folder with train.npy and heldout.npy, from corpus.py"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights and training.json")
     parser.add_argument("--seconds", type=float, required=True, help="wall-clock time for everything")
     args = parser.parse_args()

@@ -33,19 +33,26 @@ def test_has_every_part_of_kimi_k3(model):
     assert type(model) is KimiK3ForCausalLM
     assert [kind == "full_attention" for kind in config.layer_types] == [i in (3, 7, 8) for i in range(9)]
     assert config.attn_res_block_size == 4 and config.num_hidden_layers % 4  # the last block is partial
-    assert hasattr(model.model.layers[0], "mlp") and all(hasattr(layer, "block_sparse_moe") for layer in model.model.layers[1:])
+    assert hasattr(model.model.layers[0], "mlp") and all(
+        hasattr(layer, "block_sparse_moe") for layer in model.model.layers[1:]
+    )
     assert config.routed_expert_hidden_size < config.hidden_size and config.num_shared_experts == 2
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
 def test_has_the_head_widths_of_the_large_model(model):
     config = model.config
-    assert (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (512, 128, 64, 128)
+    assert (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (
+        512,
+        128,
+        64,
+        128,
+    )
     assert config.linear_head_dim == 128 and config.linear_conv_kernel_dim == 4
 
 
 def test_every_learned_part_moved_from_its_initial_value(model):
-    """Mixture queries start at 0, the decay scale at 0, selection biases at 0, norms at 1: none may have stayed there."""
+    """Mixture queries, decay scales and selection biases start at 0, norms at 1: none may have stayed there."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "layers.0.self_attention_res_" in name:
             continue  # never used: the first mixture has one source
@@ -55,7 +62,7 @@ def test_every_learned_part_moved_from_its_initial_value(model):
 
 def test_experts_are_stored_in_four_bits():
     with safe_open(str(mini_path() / "model.safetensors"), "pt") as file:
-        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     experts = {name for name in dtypes if ".experts." in name}
     assert len(experts) == 8 * 48 * 6 and all(dtypes[name] == "U8" for name in experts)
     islands = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -72,7 +79,9 @@ def test_loaded_experts_survive_rounding_unchanged(model):
 
 def test_files_are_small():
     def size(folder: Path) -> int:
-        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        return sum(
+            file.stat().st_size for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+        )
 
     assert size(mini_path()) <= 22e6
     assert size(mini_path().parent) <= 32e6
@@ -87,7 +96,9 @@ def test_tokenizer_round_trips_and_starts_with_bos(tokenizer, model):
     assert len(tokenizer) == model.config.vocab_size
 
 
-@pytest.mark.parametrize("cut", ["def f(x):\n", "def f(x):\n    ", "def f(x):\n    return", "def f(x):\n    return x\n\n"])
+@pytest.mark.parametrize(
+    "cut", ["def f(x):\n", "def f(x):\n    ", "def f(x):\n    return", "def f(x):\n    return x\n\n"]
+)
 def test_a_prompt_may_end_where_an_editor_would(tokenizer, cut):
     """The tokens of the beginning are the first tokens of the whole, so a completion starts as in training."""
     whole = tokenizer("def f(x):\n    return x\n\n\nclass A:\n    pass\n")["input_ids"]

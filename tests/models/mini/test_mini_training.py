@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -43,7 +44,9 @@ def test_split_depends_on_the_name_alone():
     assert share == pytest.approx(corpus.HELDOUT_PER_MILLE / 1000, abs=0.006)
 
 
-@pytest.mark.parametrize(("tokens", "length", "count"), [(9, 4, 2), (8, 4, 1), (5, 4, 1), (4, 4, 0), (1, 4, 0), (7, 1, 6)])
+@pytest.mark.parametrize(
+    ("tokens", "length", "count"), [(9, 4, 2), (8, 4, 1), (5, 4, 1), (4, 4, 0), (1, 4, 0), (7, 1, 6)]
+)
 def test_windows_predict_each_token_once(tokens, length, count):
     rows = train.cut(np.arange(tokens, dtype=np.uint16), length)
     assert rows.shape == (count, length + 1)
@@ -59,7 +62,7 @@ def test_training_windows_are_pieces_of_whole_documents():
     for batch in (next(batches) for _ in range(200)):  # several epochs
         assert batch.shape == (3, 17) and batch.dtype == torch.int64
         for row in batch.tolist():
-            for now, after in zip(row, row[1:]):
+            for now, after in pairwise(row):
                 assert {0: after >= 10, 1: after == 0}.get(now, after in (now, 1))
 
 
@@ -97,7 +100,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(generator, shape)
 
 
 def test_muon_treats_each_expert_by_itself(generator):
-    """A stack of experts and the same matrices as separate parameters take the same step, whatever the size of a gradient."""
+    """A stack of experts and the same matrices as separate parameters take the same step."""
     weights, grads = torch.randn(2, 4, 32, 64, generator=generator)
     grads = grads * torch.tensor([1e-3, 1.0, 10.0, 1e3])[:, None, None]
     stack = torch.nn.Parameter(weights.clone())
@@ -145,7 +148,9 @@ def test_a_short_run_learns_and_ships_what_it_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "EVALUATED", 2)
     monkeypatch.setattr(train, "EVALUATE_EVERY", 0.3)
     recipe = replace(train.Recipe(), length=16, windows=4, warmup_steps=2, save_from=0.0, round_from=0.0)
-    trainer = train.Trainer(tiny_kimi_k3_config(2, bos_token_id=0, eos_token_id=1, pad_token_id=2), recipe, torch.device("cpu"))
+    trainer = train.Trainer(
+        tiny_kimi_k3_config(2, bos_token_id=0, eos_token_id=1, pad_token_id=2), recipe, torch.device("cpu")
+    )
     tokens = np.tile(np.r_[0, np.arange(10, 40), 1], 40).astype(np.uint16)
     heldout = torch.from_numpy(train.cut(tokens[: 16 * 8 + 1], 16).astype(np.int64))
     log = train.train(trainer, tokens, heldout, time.monotonic() + 12, tmp_path)
