@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import RankError
 from .groups import ParallelLayout
@@ -44,3 +44,9 @@ def weights_fingerprint(model: nn.Module) -> str:
         samples = flat[::step].to(torch.float64).cpu().numpy().tobytes()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode() + samples)
     return digest.hexdigest()[:16]
+
+
+def prompts_fingerprint(prompts: Sequence[Tensor]) -> dict[str, object]:
+    """What ranks compare of their prompts, one int64 ``[length]`` per request: the lengths and a digest of the ids."""
+    digest = hashlib.sha256(b"".join(prompt.cpu().numpy().tobytes() for prompt in prompts))
+    return {"prompt lengths": [len(prompt) for prompt in prompts], "prompt ids": digest.hexdigest()[:16]}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..errors import CapacityError
 
+from ..parallel.agreement import check_agreement, prompts_fingerprint
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -68,8 +70,10 @@ class Session:
         Raises:
             CapacityError: a prompt is longer than what its request has reserved.
             ValueError: a prompt is missing or empty, or the session has tokens already.
+            RankError: the ranks were given different prompts.
         """
         prompts = [prompt.cpu() for prompt in prompts]
+        check_agreement(self.engine.parallel, prompts_fingerprint(prompts))
         self._check_step([len(prompt) for prompt in prompts])
         if any(self.lengths) or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill() starts a session with one prompt of at least one token per request")
