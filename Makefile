@@ -17,10 +17,12 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest -n $(WORKERS)
 
-# torch first, by itself: a pin cannot be overridden then by another package's wish for a newer one.
+# torch first, by itself: no other package can bring a newer one then. Triton, whose interpreter runs the kernels, comes
+# before the rest: 3.6 is the release the Hopper kernel compiles with, and it stays unless this build of torch asks for another.
 $(READY): pyproject.toml requirements-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --constraint requirements-cpu.txt torch
+	$(PY) -m pip install --quiet --no-deps 'triton==3.6.0; sys_platform == "linux"'
 	$(PY) -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]'
 	touch $@
 
