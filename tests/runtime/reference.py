@@ -146,7 +146,12 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        return self.wrong_tokens == 0 and self.error <= TOLERANCE  # False for NaN
+        return self.wrong_tokens == 0 and self.error <= TOLERANCE
+
+
+def largest(difference: Tensor) -> float:
+    """Largest absolute value; infinite if there is any NaN, which would hide in a maximum."""
+    return float(difference.abs().nan_to_num(nan=torch.inf).max())
 
 
 def decode_greedily(engine: Engine, reference: Reference) -> Outcome:
@@ -166,5 +171,5 @@ def outcome(tokens: Tensor, logits: Tensor, reference: Reference) -> Outcome:
     wrong = tokens != reference.tokens
     strayed = wrong.cumsum(dim=1).roll(1, dims=1) > 0
     strayed[:, 0] = False
-    error = (logits - reference.logits).abs().amax(dim=-1)
-    return Outcome(int(wrong.sum()), float(torch.where(strayed, 0.0, error).max()))
+    error = torch.where(strayed[..., None], 0.0, logits - reference.logits)
+    return Outcome(int(wrong.sum()), largest(error))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcp_compile.lower import StepProgram
 from dcp_compile.runtime import Engine, Session
-from tests.runtime.reference import Outcome, Reference
+from tests.runtime.reference import Outcome, Reference, largest
 from tests.tiny_models import VOCAB
 
 
@@ -52,7 +52,7 @@ def decode_in_rounds(engine: Engine, reference: Reference, seed: int) -> Outcome
             done = [count + keep for count, keep in zip(done, kept)]
             _check_lengths(session, reference, done)
     tokens = found.argmax(dim=-1)
-    return Outcome(int((tokens != reference.tokens).sum()), float((found - reference.logits).abs().max()))
+    return Outcome(int((tokens != reference.tokens).sum()), largest(found - reference.logits))
 
 
 def _window(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dcp_compile.errors import CapacityError
+from dcp_compile.runtime import Engine
 from tests.runtime.reference import TOLERANCE, Reference, captured, decode_by_transformers, decode_greedily
 from tests.runtime.speculation import decode_in_rounds, with_stale_prefixes
 
@@ -22,11 +23,16 @@ def reference(name: str) -> Reference:
     return decode_by_transformers(captured(name).model, [1, 2, 7, 8, 9, 30], steps=20, seed=7)
 
 
+@functools.cache
+def engine_of(name: str, layout: str = "split") -> Engine:
+    return captured(name).engine(num_speculative_tokens=4, decode_layout=layout, max_batch_size=6, prefill_chunk=16)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*RECURRENT, "deepseek_v3"])
 def test_rounds_of_verify_and_decode(name: str, layout: str, fresh_seed: int) -> None:
     expected = reference(name)
-    engine = captured(name).engine(num_speculative_tokens=4, decode_layout=layout, max_batch_size=6)
+    engine = engine_of(name, layout)
     for seed in (fresh_seed, fresh_seed + 1):
         assert decode_in_rounds(engine, expected, seed).good
 
@@ -35,7 +41,7 @@ def test_rounds_of_verify_and_decode(name: str, layout: str, fresh_seed: int) ->
 def test_a_verify_step_commits_nothing(name: str) -> None:
     """Two verify steps in a row, the first keeping nothing, see the same tokens before them."""
     expected = reference(name)
-    engine = captured(name).engine(num_speculative_tokens=3, max_batch_size=6)
+    engine = engine_of(name)
     batch = len(expected.prompts)
     with engine.open(batch, expected.longest) as session:
         session.prefill(expected.prompts)
@@ -58,7 +64,7 @@ def session_offsets(session, expected: Reference) -> list[int]:
 def test_a_row_left_out_keeps_its_place(name: str, layout: str) -> None:
     """A row that takes no part for several steps, after a verify step whose tokens it has yet to commit."""
     expected = reference(name).rows([2, 4])
-    engine = captured(name).engine(num_speculative_tokens=3, decode_layout=layout)
+    engine = engine_of(name, layout)
     with engine.open(2, expected.longest) as session:
         session.prefill(expected.prompts)
         session.verify(expected.tokens[:, :3], [3, 3])
@@ -75,8 +81,7 @@ def test_a_row_left_out_keeps_its_place(name: str, layout: str) -> None:
 def test_any_older_prefix_gives_the_same(name: str, fresh_seed: int) -> None:
     """The split layout may take any number of final tokens for its prefix, a different one in every step."""
     expected = reference(name)
-    engine = captured(name).engine(num_speculative_tokens=4, decode_layout="split", max_batch_size=6, prefill_chunk=5)
-    stale = with_stale_prefixes(engine, fresh_seed)
+    stale = with_stale_prefixes(engine_of(name), fresh_seed)
     assert decode_greedily(stale, expected).good
     assert decode_in_rounds(stale, expected, fresh_seed).good
 
