@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short-convolution window of a recurrent layer: cached history and this step's inputs, side by side."""
+"""The short-convolution windows of a recurrent layer: each row's input behind the inputs before it, cached ones first."""
 
 from __future__ import annotations
 
@@ -11,72 +11,27 @@ from dcp_compile.errors import CapacityError
 
 
 @triton.jit
-def _inputs(x_row, positions, column, rows, stride, position_stride, live):
-    """Inputs ``[channels, columns]`` of the step; 0 in padded rows and outside ``[0, rows)``."""
-    known = (column >= 0) & (column < rows)
-    position = tl.load(positions + column * position_stride, mask=known, other=-1)
-    return tl.load(x_row + column.to(tl.int64)[None, :] * stride, mask=live & (position >= 0)[None, :], other=0.0)
+def _inputs(x_column, positions, row, rows, row_stride, position_stride, live):
+    """Inputs ``[channels, len(row)]`` of the step; 0 in padded rows and outside ``[0, rows)``."""
+    position = tl.load(positions + row * position_stride, mask=(row >= 0) & (row < rows), other=-1)
+    return tl.load(x_column + row.to(tl.int64)[None, :] * row_stride, mask=live & (position >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def _history(held, record, column, kept, held_stride, record_stride, live, HISTORY: tl.constexpr, RECORDS: tl.constexpr):
+    """Columns ``[channels, len(column)]`` of the history after ``kept`` of the recorded inputs moved into it."""
+    source = column + kept
+    past = (column < HISTORY) & (source < HISTORY)
+    value = tl.load(held + source[None, :] * held_stride, mask=live & past[None, :], other=0.0)
+    if RECORDS > 0:
+        moved = (column < HISTORY) & (source >= HISTORY)
+        recent = tl.load(record + (source - HISTORY)[None, :] * record_stride, mask=live & moved[None, :], other=0.0)
+        value = tl.where(past[None, :], value, recent.to(value.dtype))
+    return value
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _conv_window(
-    x,
-    conv_state,
-    state_slots,
-    positions,
-    out,
-    rows,
-    channels,
-    x_stride_b,
-    x_stride_c,
-    x_stride_s,
-    state_stride_n,
-    state_stride_c,
-    state_stride_w,
-    slot_stride,
-    position_stride_b,
-    position_stride_s,
-    HISTORY: tl.constexpr,
-    BLOCK_HISTORY: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    channel = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    request = tl.program_id(1).to(tl.int64)
-    slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
-    live = (channel < channels)[:, None]
-    x_row = x + request * x_stride_b + channel[:, None] * x_stride_c
-    held = conv_state + slot * state_stride_n + channel[:, None] * state_stride_c
-    positions += request * position_stride_b
-    length = HISTORY + rows
-    out_row = out + (request * channels + channel[:, None]) * length
-
-    end = 0  # rows up to and including the last valid one
-    for first in range(0, length, BLOCK_S):
-        column = first + tl.arange(0, BLOCK_S)
-        past = tl.load(
-            held + column[None, :] * state_stride_w, mask=live & (column < HISTORY)[None, :] & (slot >= 0), other=0.0
-        ).to(out.dtype.element_ty)
-        row = column - HISTORY
-        value = _inputs(x_row, positions, row, rows, x_stride_s, position_stride_s, live)
-        value = tl.where((column < HISTORY)[None, :], past, value.to(out.dtype.element_ty))
-        tl.store(out_row + column[None, :], value, mask=live & (column < length)[None, :])
-        position = tl.load(positions + row * position_stride_s, mask=(row >= 0) & (row < rows), other=-1)
-        end = tl.maximum(end, tl.max(tl.where(position >= 0, row + 1, 0), 0))
-
-    last = tl.arange(0, BLOCK_HISTORY)
-    column = end + last
-    past = tl.load(
-        held + column[None, :] * state_stride_w, mask=live & (column < HISTORY)[None, :] & (slot >= 0), other=0.0
-    )
-    value = _inputs(x_row, positions, column - HISTORY, rows, x_stride_s, position_stride_s, live)
-    value = tl.where((column < HISTORY)[None, :], past, value.to(past.dtype))
-    tl.debug_barrier()  # columns move: every thread has read the history before any of it is replaced
-    tl.store(held + last[None, :] * state_stride_w, value, mask=live & (last < HISTORY)[None, :] & (slot >= 0))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _conv_window_verify(
     x,
     conv_state,
     pending,
@@ -84,11 +39,10 @@ def _conv_window_verify(
     state_slots,
     positions,
     out,
-    rows,
+    rows,  # per request
     channels,
-    x_stride_b,
+    x_stride_t,
     x_stride_c,
-    x_stride_s,
     state_stride_n,
     state_stride_c,
     state_stride_w,
@@ -101,84 +55,117 @@ def _conv_window_verify(
     position_stride_s,
     HISTORY: tl.constexpr,
     RECORDS: tl.constexpr,
-    BLOCK_HISTORY: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_RECORDS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     channel = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    request = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
     live = (channel < channels)[:, None]
-    held_live = live & (slot >= 0)
+    stored = live & (slot >= 0)
+    x_column = x + request * rows * x_stride_t + channel[:, None] * x_stride_c
     held = conv_state + slot * state_stride_n + channel[:, None] * state_stride_c
-    record = pending + slot * pending_stride_n + channel[:, None] * pending_stride_c
-    out_row = out + (request * channels + channel[:, None]) * (HISTORY + rows)
-    kept = tl.minimum(tl.maximum(tl.load(accepted + request * accepted_stride), 0), RECORDS)
+    positions += request * position_stride_b
+    record = held
+    kept = 0
+    if RECORDS > 0:
+        record = pending + slot * pending_stride_n + channel[:, None] * pending_stride_c
+        kept = tl.minimum(tl.maximum(tl.load(accepted + request * accepted_stride), 0), RECORDS)
 
-    last = tl.arange(0, BLOCK_HISTORY)
-    column = kept + last  # of the history followed by the records
-    past = tl.load(held + column[None, :] * state_stride_w, mask=held_live & (column < HISTORY)[None, :], other=0.0)
-    row = column - HISTORY
-    taken = tl.load(
-        record + row[None, :] * pending_stride_m, mask=held_live & ((row >= 0) & (row < RECORDS))[None, :], other=0.0
-    )
-    history = tl.where((column < HISTORY)[None, :], past, taken.to(past.dtype))
-    tl.debug_barrier()  # columns move: every thread has read history and records before any of them is replaced
-    tl.store(held + last[None, :] * state_stride_w, history, mask=held_live & (last < HISTORY)[None, :])
-    tl.store(out_row + last[None, :], history.to(out.dtype.element_ty), mask=live & (last < HISTORY)[None, :])
+    # The windows of a block of rows: row s sees columns [s, s + HISTORY] of the history followed by the inputs.
+    n = tl.arange(0, BLOCK_S * BLOCK_W)
+    row = tl.program_id(1) * BLOCK_S + n // BLOCK_W
+    tap = n % BLOCK_W
+    column = row + tap
+    value = _inputs(x_column, positions, column - HISTORY, rows, x_stride_t, position_stride_s, live)
+    past = _history(held, record, column, kept, state_stride_w, pending_stride_m, stored, HISTORY, RECORDS)
+    value = tl.where((column < HISTORY)[None, :], past.to(value.dtype), value)
+    target = out + ((request * rows + row)[None, :] * channels + channel[:, None]) * (HISTORY + 1) + tap[None, :]
+    tl.store(target, value, mask=live & ((row < rows) & (tap <= HISTORY))[None, :])
 
-    row = tl.arange(0, BLOCK_RECORDS)
-    value = _inputs(
-        x + request * x_stride_b + channel[:, None] * x_stride_c,
-        positions + request * position_stride_b,
-        row,
+    # Only the first block of rows reads the history, so it is the one to replace it.
+    if tl.program_id(1) == 0:
+        end = 0  # rows that are final: none of those that stay pending, else all up to the last valid one
+        if RECORDS == 0:
+            for first in range(0, rows, BLOCK_S):
+                s = first + tl.arange(0, BLOCK_S)
+                position = tl.load(positions + s * position_stride_s, mask=s < rows, other=-1)
+                end = tl.maximum(end, tl.max(tl.where(position >= 0, s + 1, 0), 0))
+        last = tl.arange(0, BLOCK_W)
+        source = end + last
+        fresh = _inputs(x_column, positions, source - HISTORY, rows, x_stride_t, position_stride_s, live)
+        older = _history(held, record, source, kept, state_stride_w, pending_stride_m, stored, HISTORY, RECORDS)
+        newest = tl.where((source < HISTORY)[None, :], older, fresh.to(older.dtype))
+        tl.debug_barrier()  # columns move: every thread has read history and records before any of them is replaced
+        tl.store(held + last[None, :] * state_stride_w, newest, mask=stored & (last < HISTORY)[None, :])
+        if RECORDS > 0:
+            m = tl.arange(0, BLOCK_RECORDS)
+            left = _inputs(x_column, positions, m, rows, x_stride_t, position_stride_s, live)
+            left = left.to(pending.dtype.element_ty)
+            tl.store(record + m[None, :] * pending_stride_m, left, mask=stored & (m < RECORDS)[None, :])
+
+
+def _launch(
+    x: Tensor,
+    conv_state: Tensor,
+    pending: Tensor | None,
+    accepted: Tensor | None,
+    state_slots: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    batch, rows = positions.shape
+    channels, history = x.shape[1], conv_state.shape[2]
+    records = 0 if pending is None else pending.shape[2]
+    out = x.new_empty((batch * rows, channels, history + 1))
+    if batch * channels == 0 or (rows == 0 and pending is None):
+        return out
+    # The first block of rows holds all windows that reach into the history.
+    block_s = triton.next_power_of_2(max(min(rows, max(history, 16)), 1))
+    block_w = triton.next_power_of_2(history + 1)
+    block_c = max(16, 1024 // (block_s * block_w))
+    _conv_window[(triton.cdiv(channels, block_c), max(triton.cdiv(rows, block_s), 1), batch)](
+        x,
+        conv_state,
+        pending,
+        accepted,
+        state_slots,
+        positions,
+        out,
         rows,
-        x_stride_s,
-        position_stride_s,
-        live,
+        channels,
+        x.stride(0),
+        x.stride(1),
+        *conv_state.stride(),
+        *((0, 0, 0) if pending is None else pending.stride()),
+        0 if accepted is None else accepted.stride(0),
+        state_slots.stride(0),
+        *positions.stride(),
+        HISTORY=history,
+        RECORDS=records,
+        BLOCK_W=block_w,
+        BLOCK_RECORDS=triton.next_power_of_2(max(records, 1)),
+        BLOCK_C=block_c,
+        BLOCK_S=block_s,
+        num_warps=4,
     )
-    tl.store(out_row + (HISTORY + row)[None, :], value.to(out.dtype.element_ty), mask=live & (row < rows)[None, :])
-    value = value.to(pending.dtype.element_ty)
-    tl.store(record + row[None, :] * pending_stride_m, value, mask=held_live & (row < RECORDS)[None, :])
+    return out
 
 
 def conv_window(x: Tensor, conv_state: Tensor, state_slots: Tensor, positions: Tensor) -> Tensor:
     """Launcher of ``dcp::conv_window``.
 
     Args:
-        x: ``[B, C, S]``. conv_state: ``[N, C, width - 1]``, oldest first; afterwards the last inputs up to the last valid
-            row. state_slots: ``[B]``, -1 = padded request. positions: ``[B, S]``, -1 = padded row. Any strides; slots of
-            one call must differ.
+        x: ``[B * S, C, 1]``. conv_state: ``[N, C, width - 1]``, oldest first; afterwards the last inputs up to the last
+            valid row. state_slots: ``[B]``, -1 = padded request. positions: ``[B, S]``, -1 = padded row. Any strides;
+            slots of one call must differ.
 
     Returns:
-        ``[B, C, width - 1 + S]`` in the dtype of x: history (zeros for a padded request), then x, zero in padded rows.
+        ``[B * S, C, width]`` in the dtype of x: each row's input behind the ``width - 1`` before it. The history of a
+        padded request is 0, and so is the input of a padded row.
     """
-    batch, channels, rows = x.shape
-    history = conv_state.shape[2]
-    out = x.new_empty((batch, channels, history + rows))
-    if out.numel() == 0:
-        return out
-    block_s = min(64, triton.next_power_of_2(history + rows))
-    block_c = max(16, 1024 // block_s)
-    _conv_window[(triton.cdiv(channels, block_c), batch)](
-        x,
-        conv_state,
-        state_slots,
-        positions,
-        out,
-        rows,
-        channels,
-        *x.stride(),
-        *conv_state.stride(),
-        state_slots.stride(0),
-        *positions.stride(),
-        HISTORY=history,
-        BLOCK_HISTORY=triton.next_power_of_2(max(history, 1)),
-        BLOCK_C=block_c,
-        BLOCK_S=block_s,
-        num_warps=4,
-    )
-    return out
+    return _launch(x, conv_state, None, None, state_slots, positions)
 
 
 def conv_window_verify(
@@ -194,37 +181,10 @@ def conv_window_verify(
     Raises:
         CapacityError: S > M.
     """
-    batch, channels, rows = x.shape
-    history, records = conv_state.shape[2], pending.shape[2]
+    rows, records = positions.shape[1], pending.shape[2]
     if rows > records:
         raise CapacityError(
             f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
             "allocate the records for the widest verify step"
         )
-    out = x.new_empty((batch, channels, history + rows))
-    if batch * channels == 0:
-        return out
-    _conv_window_verify[(triton.cdiv(channels, 128), batch)](
-        x,
-        conv_state,
-        pending,
-        accepted,
-        state_slots,
-        positions,
-        out,
-        rows,
-        channels,
-        *x.stride(),
-        *conv_state.stride(),
-        *pending.stride(),
-        accepted.stride(0),
-        state_slots.stride(0),
-        *positions.stride(),
-        HISTORY=history,
-        RECORDS=records,
-        BLOCK_HISTORY=triton.next_power_of_2(max(history, 1)),
-        BLOCK_RECORDS=triton.next_power_of_2(max(records, 1)),
-        BLOCK_C=128,
-        num_warps=4,
-    )
-    return out
+    return _launch(x, conv_state, pending, accepted, state_slots, positions)

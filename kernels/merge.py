@@ -104,3 +104,20 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     lse = lses.new_empty(lses.shape[1:], dtype=torch.float32)
     merge_into(outs, lses, out, lse)
     return out, lse
+
+
+def merge_packed(packed: Tensor, latent: int) -> Tensor:
+    """Launcher of ``dcp::merge_packed``: ``[N, T, H, latent + lanes]`` of N ranks into ``[T, H, latent]``.
+
+    The LSE lanes of a message are read in place, as the float32 they are, unless an odd latent size misaligns them.
+    """
+    lanes = packed[..., latent:]
+    if packed.dtype == torch.float32:
+        lses = lanes[..., 0]
+    elif latent % 2 == 0 and packed.is_contiguous():
+        lses = packed.view(torch.float32)[..., latent // 2]
+    else:
+        lses = lanes.clone(memory_format=torch.contiguous_format).view(torch.float32)[..., 0]
+    out = packed.new_empty((*packed.shape[1:3], latent))
+    merge_into(packed[..., :latent], lses, out, lses.new_empty(packed.shape[1:3]))
+    return out

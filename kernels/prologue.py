@@ -34,6 +34,7 @@ def _step_metadata(
     RANK: tl.constexpr,
     DCP_SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr,
+    BIDIRECTIONAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # The same index counts rows (all requests) and, for the prefix, requests.
@@ -42,10 +43,13 @@ def _step_metadata(
     live = index < batch * rows
     request = index // tl.maximum(rows, 1)
     row = index - request * rows
-    position = tl.load(
-        positions + request.to(tl.int64) * position_stride_b + row.to(tl.int64) * position_stride_s, mask=live, other=-1
-    )
-    bound = local_length(tl.maximum(position, -1) + 1, RANK, DCP_SIZE, INTERLEAVE)
+    request_positions = positions + request.to(tl.int64) * position_stride_b
+    position = tl.load(request_positions + row.to(tl.int64) * position_stride_s, mask=live, other=-1)
+    last = position
+    if BIDIRECTIONAL:
+        for other in range(rows):
+            last = tl.maximum(last, tl.load(request_positions + other * position_stride_s, mask=position >= 0, other=-1))
+    bound = local_length(tl.maximum(last, -1) + 1, RANK, DCP_SIZE, INTERLEAVE)
     table_row = block_table + request.to(tl.int64) * table_stride_b
     slot = cp_local_slot(position, table_row, table_stride_w, columns, BLOCK_SIZE, RANK, DCP_SIZE, INTERLEAVE)
     tl.store(bounds + index, bound.to(tl.int32), mask=live)
@@ -58,7 +62,7 @@ def _step_metadata(
     )
 
 
-def step_metadata(
+def _launch(
     positions: Tensor,
     block_table: Tensor,
     prefix_lengths: Tensor,
@@ -66,16 +70,8 @@ def step_metadata(
     rank: int,
     dcp_size: int,
     interleave: int,
+    bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launcher of ``dcp::step_metadata``.
-
-    Args:
-        positions: ``[B, S]``, -1 = padded row. block_table: ``[B, columns]``. prefix_lengths: ``[B]`` tokens. Any strides,
-            any integer type.
-
-    Returns:
-        ``(bounds [T] int32, requests [T] int32, slots [T] int64, prefix_bounds [B] int32)``, T = B * S.
-    """
     batch, rows = positions.shape
     bounds = positions.new_empty(batch * rows, dtype=torch.int32)
     requests = torch.empty_like(bounds)
@@ -100,7 +96,42 @@ def step_metadata(
             RANK=rank,
             DCP_SIZE=dcp_size,
             INTERLEAVE=interleave,
+            BIDIRECTIONAL=bidirectional,
             BLOCK=_BLOCK,
             num_warps=4,
         )
     return bounds, requests, slots, prefix_bounds
+
+
+def step_metadata(
+    positions: Tensor,
+    block_table: Tensor,
+    prefix_lengths: Tensor,
+    block_size: int,
+    rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of ``dcp::step_metadata``.
+
+    Args:
+        positions: ``[B, S]``, -1 = padded row. block_table: ``[B, columns]``. prefix_lengths: ``[B]`` tokens. Any strides,
+            any integer type.
+
+    Returns:
+        ``(bounds [T] int32, requests [T] int32, slots [T] int64, prefix_bounds [B] int32)``, T = B * S.
+    """
+    return _launch(positions, block_table, prefix_lengths, block_size, rank, dcp_size, interleave, False)
+
+
+def block_metadata(
+    positions: Tensor,
+    block_table: Tensor,
+    prefix_lengths: Tensor,
+    block_size: int,
+    rank: int,
+    dcp_size: int,
+    interleave: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launcher of ``dcp::block_metadata``: as :func:`step_metadata`, with the bound of a request's last row for all."""
+    return _launch(positions, block_table, prefix_lengths, block_size, rank, dcp_size, interleave, True)

@@ -14,28 +14,6 @@ def _by_request(x: Tensor, positions: Tensor) -> Tensor:
     return x[:, 0].unflatten(0, positions.shape)
 
 
-def _windows(sequence: Tensor, rows: int) -> Tensor:
-    """Windows ``[B * rows, C, width]`` of ``sequence [B, C, width - 1 + rows]``; no copy for one row."""
-    batch, channels, length = sequence.shape
-    width = length - rows + 1
-    return sequence.unfold(2, width, 1).transpose(1, 2).reshape(batch * rows, channels, width).contiguous()
-
-
-def _inputs(x: Tensor, positions: Tensor) -> Tensor:
-    """Inputs ``[T, C, 1]`` as ``[B, C, S]``."""
-    return x[:, :, 0].unflatten(0, positions.shape).transpose(1, 2)
-
-
-def _conv_window(x, conv_state, state_slots, positions):
-    return _windows(conv.conv_window(_inputs(x, positions), conv_state, state_slots, positions), positions.shape[1])
-
-
-def _conv_window_verify(x, conv_state, pending, accepted, state_slots, positions):
-    inputs = _inputs(x, positions)
-    sequence = conv.conv_window_verify(inputs, conv_state, pending, accepted, state_slots, positions)
-    return _windows(sequence, positions.shape[1])
-
-
 def _kda(q, k, v, g, beta, state, state_slots, positions, scale, qk_l2norm):
     rows = (_by_request(x, positions) for x in (q, k, v, g, beta))
     return kda.kda(*rows, state, state_slots, positions, scale, qk_l2norm).view(v.shape)
@@ -51,9 +29,11 @@ def _kda_verify(
 
 
 kernel("step_metadata", prologue.step_metadata)
+kernel("block_metadata", prologue.block_metadata)
 kernel("kv_write", kv_write.kv_write)
 kernel("merge_partials", merge.merge_partials)
-kernel("conv_window", _conv_window)
-kernel("conv_window_verify", _conv_window_verify)
+kernel("merge_packed", merge.merge_packed)
+kernel("conv_window", conv.conv_window)
+kernel("conv_window_verify", conv.conv_window_verify)
 kernel("kda", _kda)
 kernel("kda_verify", _kda_verify)

@@ -28,7 +28,7 @@ from dcp_compile.kernels.kda_verify import kda_verify
 from dcp_compile.kernels.kv_write import kv_write
 from dcp_compile.kernels.merge import merge_partials
 from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows, mla_tail
-from dcp_compile.kernels.prologue import step_metadata
+from dcp_compile.kernels.prologue import block_metadata, step_metadata
 
 SHARED_LIMIT = 232448  # bytes of one program on Hopper
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -87,7 +87,7 @@ def cases() -> dict[str, Callable[[], object]]:
             kda(q, q, q, g, beta, state, slots, positions, 0.1, True)
 
     def window(rows, verify):
-        x = torch.empty(2, rows, 36864, dtype=torch.bfloat16).transpose(1, 2)
+        x = torch.empty(2 * rows, 36864, 1, dtype=torch.bfloat16)
         state, pending = torch.empty(4, 36864, 3, dtype=x.dtype), torch.empty(4, 36864, 8, dtype=x.dtype)
         slots, positions = torch.empty(2, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
         if verify:
@@ -95,9 +95,9 @@ def cases() -> dict[str, Callable[[], object]]:
         else:
             conv_window(x, state, slots, positions)
 
-    def metadata():
+    def metadata(call):
         positions, table = torch.empty(2, 8, dtype=torch.int64), torch.empty(2, 64, dtype=torch.int32)
-        step_metadata(positions, table, torch.empty(2, dtype=torch.int64), 64, 1, 8, 1)
+        call(positions, table, torch.empty(2, dtype=torch.int64), 64, 1, 8, 1)
 
     def write(dtype):
         rows = torch.empty(8, 576, dtype=torch.bfloat16)
@@ -131,7 +131,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "conv_window": lambda: window(1, False),
         "conv_window, many rows": lambda: window(256, False),
         "conv_window_verify": lambda: window(8, True),
-        "step_metadata": metadata,
+        "step_metadata": lambda: metadata(step_metadata),
+        "block_metadata": lambda: metadata(block_metadata),
         "kv_write": lambda: write(torch.bfloat16),
         "kv_write, float8": lambda: write(torch.float8_e4m3fn),
         "merge, ranks": lambda: merged(8, 64),

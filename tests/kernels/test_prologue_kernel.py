@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""step_metadata in one launch, against the reference operators and the layout."""
+"""step_metadata and block_metadata in one launch each, against the reference operators and the layout."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import torch
 from kernel_inputs import step_positions, strided
 
 from dcp_compile import layout
-from dcp_compile.kernels.prologue import step_metadata
+from dcp_compile.kernels.prologue import block_metadata, step_metadata
 from dcp_compile.ops import metadata
 
 
 def check(positions, table, prefix, block_size, rank, dcp_size, interleave, device, draw=random.Random(0)):
     moved = [strided(t.to(device), draw) for t in (positions, table, prefix)]
     got = step_metadata(*moved, block_size, rank, dcp_size, interleave)
-    want = metadata.step_metadata(positions, table, prefix, block_size, rank, dcp_size, interleave)
+    compare(got, metadata.step_metadata(positions, table, prefix, block_size, rank, dcp_size, interleave))
+    block = block_metadata(*moved, block_size, rank, dcp_size, interleave)
+    compare(block, metadata.block_metadata(positions, table, prefix, block_size, rank, dcp_size, interleave))
+    return got
+
+
+def compare(got, want):
     for name, mine, reference in zip(("bounds", "requests", "slots", "prefix_bounds"), got, want):
         assert mine.dtype == reference.dtype, name
         assert mine.tolist() == reference.tolist(), name
-    return got
 
 
 @pytest.mark.seeds(40)
@@ -60,6 +65,14 @@ def test_bounds_are_localised_per_row(device: str) -> None:
     assert bounds(30, 8, 32, 0, 4) == [31, 32, 32, 32, 32, 32, 32, 32]
     assert bounds(30, 8, 32, 1, 4) == [0, 0, 1, 2, 3, 4, 5, 6]
     assert [bounds(3, 8, 16, rank, 16) for rank in (2, 3, 7)] == [[1] * 8, [1] * 8, [0] * 4 + [1] * 4]
+
+
+def test_rows_of_a_block_see_one_another(device: str) -> None:
+    """All valid rows of a bidirectional block share the bound of its last row; padded rows stay empty."""
+    positions = torch.tensor([[7, 8, 9, -1], [-1, -1, 0, 1], [-1, -1, -1, -1]], device=device)
+    table = torch.ones(3, 1, dtype=torch.int32, device=device)
+    bounds = block_metadata(positions, table, torch.zeros(3, dtype=torch.int64, device=device), 64, 1, 2, 1)[0]
+    assert bounds.tolist() == [5, 5, 5, 0, 0, 0, 1, 1, 0, 0, 0, 0]
 
 
 def test_slots_of_a_sharded_pool(device: str) -> None:
