@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode the mini Kimi-K3 over all ranks that were started, and check the tokens against plain transformers.
+"""Decode the mini Kimi-K3 over all ranks that were started, without and with its draft, and check the tokens.
 
     torchrun --nproc-per-node 2 examples/demo.py
 
-The exit status is 1 if the tokens differ.
+Both must be those of plain transformers; the exit status is 1 if they differ.
 """
 
 import os
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 import dcp_compile
-from dcp_compile.models.mini import mini_path
+from dcp_compile.models.mini import draft_path, mini_path
 
 PROMPT = '''def read_lines(path):
     """Return the lines of a text file, without their line ends."""
@@ -32,17 +32,23 @@ def main() -> int:
     inputs = tokenizer(PROMPT, return_tensors="pt")
     greedy = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False}
 
-    dcp_compile.optimize(model, dcp_size=ranks)
+    draft = AutoModel.from_pretrained(draft_path(), dtype=torch.float32)
+
+    dcp_compile.optimize(model, dcp_size=ranks, draft=draft)
     optimised = model.generate(**greedy, streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    before = model._dcp_engine.verify_steps
+    drafted = model.generate(**greedy, assistant_model=draft)
+    steps = model._dcp_engine.verify_steps - before
     report = dcp_compile.explain(model)
 
     dcp_compile.unoptimize(model)
     plain = model.generate(**greedy)
-    equal = torch.equal(optimised, plain)
+    equal = torch.equal(optimised, plain) and torch.equal(drafted, plain)
     if first:
         count = optimised.shape[1] - inputs.input_ids.shape[1]
         verdict = "equal" if equal else "DIFFER FROM"
-        print(f"\n{report}\n\nThe {count} new tokens of {ranks} ranks {verdict} plain Hugging Face greedy decoding.")
+        print(f"\n{report}\n\nWith the draft: {count} tokens in {steps} verify steps, {count / max(steps, 1):.2f} per step.")
+        print(f"The {count} new tokens of {ranks} ranks, with and without the draft, {verdict} plain Hugging Face greedy decoding.")
     dist.destroy_process_group()
     return 0 if equal else 1
 

@@ -26,6 +26,7 @@ class Engine:
     Attributes:
         step: program that commits every row. verify: program that leaves its rows pending, None without speculation.
         states: KV caches and recurrent states by layer.
+        verify_steps: verify steps run so far, over all sessions.
         vocab_size: of the logits. tap_layers: layers whose hidden states the programs return for a draft.
     """
 
@@ -39,6 +40,7 @@ class Engine:
     pages: PagePool
     slots: SlotPool
     tap_layers: tuple[int, ...] = ()
+    verify_steps: int = 0
 
     @property
     def max_query_rows(self) -> int:

@@ -129,6 +129,7 @@ class Session:
         given = column < torch.tensor(list(counts))[:, None]
         tokens = torch.where(given, tokens.cpu(), 0)  # what is ignored need not be a token id
         positions = torch.where(given, torch.tensor(self.lengths)[:, None] + column, -1)
+        self.engine.verify_steps += 1
         logits = self._run(self.engine.verify, tokens, positions, list(range(tokens.numel()))).unflatten(0, tokens.shape)
         self._accepted = [0] * len(self.lengths)
         self._verifying = list(counts)
