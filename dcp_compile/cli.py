@@ -22,15 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
 from transformers.generation import BaseStreamer
+from transformers.utils.logging import disable_progress_bar
 
 from . import DCPConfig, errors, explain, optimize, unoptimize
 from .config import DECODE_LAYOUTS, LOWERINGS
+from .models.k3_dspark import load_draft  # importing models registers Kimi-K3 with the Auto classes
 from .models.mini import mini_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for an error that one line on stderr explains."""
     options = _parser().parse_args(arguments)
+    if not (_is_first_rank() and sys.stderr.isatty()):
+        disable_progress_bar()
     try:
         options.command(options)
     except errors.DCPCompileError as error:
@@ -55,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, default=0, help="of the draws")
     generate.add_argument("--prompt-lookup", type=_at_least(1), metavar="N", help="draft N tokens by n-gram lookup")
+    _add_draft_option(generate)
     generate.set_defaults(command=_generate)
 
     report = commands.add_parser("explain", help="say what optimize() did to a model")
@@ -68,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--new-tokens", type=_at_least(2), default=64)
     bench.add_argument("--runs", type=_at_least(1), default=3, help="timed runs after one that is not timed")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_draft_option(bench)
     bench.set_defaults(command=_bench)
     return parser
 
@@ -82,6 +88,10 @@ def _at_least(low: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _add_draft_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", metavar="FOLDER", help="DSpark draft whose tokens are verified")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +113,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    if options.prompt == "-" and _environment("WORLD_SIZE", 1) > 1:
+        raise errors.ConfigError("several ranks share one standard input; pass the text itself as --prompt")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokenizer = _load(AutoTokenizer, options.model)
     settings = {"do_sample": False}
@@ -111,7 +123,10 @@ def _generate(options: argparse.Namespace) -> None:
         settings = {"do_sample": True, **{name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}}
     if options.prompt_lookup is not None:
         settings["prompt_lookup_num_tokens"] = options.prompt_lookup
-    with _optimised(_config(options), _load_model(options)) as model:
+    config, model, draft = _config(options), _load_model(options), _load_draft(options)
+    if draft is not None:
+        settings["assistant_model"] = draft
+    with _optimised(config, model, draft):
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True) if options.stream else None
         out = model.generate(
@@ -126,29 +141,38 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    with _optimised(_config(options), _load_model(options)) as model:
+    config, model = _config(options), _load_model(options)
+    with _optimised(config, model):
         if _is_first_rank():
             print(explain(model))
 
 
 def _bench(options: argparse.Namespace) -> None:
-    config, model = _config(options), _load_model(options)
+    config, model, draft = _config(options), _load_model(options), _load_draft(options)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # plain decoding is slower with it
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.get_text_config().vocab_size
     prompts = torch.randint(vocab, (options.batch, options.prompt_tokens), generator=generator).to(model.device)
     plain = _measure(model, prompts, options)
-    with _optimised(config, model) as optimised:
-        compiled = _measure(optimised, prompts, options)
+    with _optimised(config, model, draft):
+        optimised = _measure(model, prompts, options, draft)
     if not _is_first_rank():
         return
-    equal = bool(torch.equal(plain.tokens, compiled.tokens))
     result = {
-        "model": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device.type),
-        "dcp_size": config.dcp_size, "batch": options.batch, "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens, "runs": options.runs,
-        "plain": plain.summary(), "optimised": compiled.summary(),
-        "speedup": plain.step / compiled.step, "tokens_equal": equal,
-    }  # fmt: skip
+        "model": type(model).__name__,
+        "draft": None if draft is None else type(draft).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "dcp_size": config.dcp_size,
+        "batch": options.batch,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "runs": options.runs,
+        "plain": plain.summary(),
+        "optimised": optimised.summary(),
+        "speedup": plain.step / optimised.step,
+        "tokens_equal": torch.equal(plain.tokens, optimised.tokens),
+    }
     print(json.dumps(result) if options.json else _table(result))
 
 
@@ -159,7 +183,8 @@ def _bench(options: argparse.Namespace) -> None:
 class Timing:
     """Attributes:
     tokens: what was generated, int64 ``[batch, prompt + new]`` on the CPU.
-    first: median seconds until the first new token. step: median seconds between two tokens of a sequence.
+    first: median seconds until the first new token.
+    step: median seconds per token of a sequence, after the first.
     """
 
     tokens: Tensor
@@ -168,7 +193,7 @@ class Timing:
 
     def summary(self) -> dict[str, float]:
         batch = len(self.tokens)
-        return {"tokens_per_second": batch / self.step, "seconds_per_step": self.step, "seconds_to_first_token": self.first}
+        return {"tokens_per_second": batch / self.step, "seconds_per_token": self.step, "seconds_to_first_token": self.first}
 
 
 class _Clock(BaseStreamer):
@@ -184,8 +209,15 @@ class _Clock(BaseStreamer):
         pass
 
 
-def _measure(model: PreTrainedModel, prompts: Tensor, options: argparse.Namespace) -> Timing:
-    """Time greedy decoding of exactly ``new_tokens`` tokens."""
+def _measure(
+    model: PreTrainedModel, prompts: Tensor, options: argparse.Namespace, draft: PreTrainedModel | None = None
+) -> Timing | None:
+    """Time greedy decoding of exactly ``new_tokens`` tokens per prompt. None on a rank that is not told of tokens."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    settings = {"suppress_tokens": ends} if ends else {}
+    if draft is not None:
+        settings["assistant_model"] = draft
     first, steps = [], []
     for run in range(options.runs + 1):
         clock = _Clock()
@@ -194,15 +226,17 @@ def _measure(model: PreTrainedModel, prompts: Tensor, options: argparse.Namespac
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=options.new_tokens,
-            min_new_tokens=options.new_tokens,
             do_sample=False,
             streamer=clock,
+            **settings,
         )
+        if not clock.times:
+            return None
         arrivals = clock.times[1:]  # the prompt is streamed first
-        if run and arrivals:  # only the leader of an optimised model streams
+        if run:
             first.append(arrivals[0] - started)
-            steps += [after - before for before, after in zip(arrivals, arrivals[1:])]
-    return Timing(out.cpu(), statistics.median(first or [0.0]), statistics.median(steps or [0.0]))
+            steps.append((arrivals[-1] - arrivals[0]) / (options.new_tokens - 1))
+    return Timing(out.cpu(), statistics.median(first), statistics.median(steps))
 
 
 def _table(result: dict) -> str:
@@ -214,8 +248,7 @@ def _table(result: dict) -> str:
     for label, key in (("plain transformers", "plain"), (f"dcp_compile, dcp {result['dcp_size']}", "optimised")):
         row = result[key]
         lines.append(
-            f"{label:<20} {row['tokens_per_second']:>9.1f} tokens/s {row['seconds_per_step'] * 1e3:>9.2f} ms per step "
-            f"{row['seconds_to_first_token']:>8.3f} s to the first token"
+            f"{label:<20} {row['tokens_per_second']:>9.1f} tokens/s {row['seconds_to_first_token']:>9.3f} s to the first token"
         )
     equal = "equal" if result["tokens_equal"] else "NOT equal"
     return "\n".join([*lines, f"{result['speedup']:.2f} times as fast; greedy tokens {equal}"])
@@ -240,18 +273,30 @@ def _load(auto_class: type, path: str, **settings: object):
         raise errors.CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _load_model(options: argparse.Namespace) -> PreTrainedModel:
-    from . import models  # noqa: F401  (registers them with the Auto classes)
+def _device(options: argparse.Namespace) -> torch.device:
+    return torch.device("cuda", _environment("LOCAL_RANK")) if options.device == "cuda" else torch.device("cpu")
 
-    device = torch.device(options.device)
+
+def _load_model(options: argparse.Namespace) -> PreTrainedModel:
+    device = _device(options)
     if device.type == "cuda":
-        device = torch.device("cuda", _environment("LOCAL_RANK"))
         torch.cuda.set_device(device)
-    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype).to(device).eval()
+    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype).to(device)
+
+
+def _load_draft(options: argparse.Namespace) -> PreTrainedModel | None:
+    if options.draft is None:
+        return None
+    try:
+        draft = load_draft(options.draft, dtype=options.dtype)
+    except OSError as error:
+        raise errors.CheckpointError(f"{options.draft} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return draft.to(_device(options)).eval()
 
 
 def _config(options: argparse.Namespace) -> DCPConfig:
     return DCPConfig(
+        max_batch_size=getattr(options, "batch", 1),
         dcp_size=options.dcp_size or _environment("WORLD_SIZE", 1),
         tp_size=options.tp_size,
         block_size=options.block_size,
@@ -264,10 +309,11 @@ def _config(options: argparse.Namespace) -> DCPConfig:
 
 
 @contextmanager
-def _optimised(config: DCPConfig, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The optimised model; afterwards it is restored and the process group, if optimize() made one, is closed."""
+def _optimised(config: DCPConfig, model: PreTrainedModel, draft: PreTrainedModel | None = None) -> Iterator[None]:
+    """Optimise ``model`` for the time of the context; a process group that exists afterwards is closed."""
     try:
-        yield optimize(model, config=config)
+        optimize(model, config=config, draft=draft)
+        yield
         unoptimize(model)
     finally:
         if dist.is_initialized():
