@@ -15,7 +15,7 @@ from .backends import AttentionRequirements, BackendChoice
 from .cache import PagePool, SlotPool
 from .capture import StepGraph, capture
 from .config import DCPConfig
-from .errors import UnsupportedModelError
+from .errors import ConfigError, UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
 from .passes import PASSES, PassContext, PassResult, run_passes
@@ -64,6 +64,7 @@ def compile_model(
 def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayout) -> tuple[Engine, CompileReport]:
     """The engine for a captured step; ``captured`` itself is not rewritten and can be compiled again."""
     device = next(iter(captured.constants.values())).device
+    _check_available(config, device)
     captured, context, choice, requirements, matched = _matched(captured, _context(config, parallel), config, config.backend)
 
     graphs = {}
@@ -72,7 +73,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         rewritten = run_passes(graphs[verify], dataclasses.replace(context, verify=verify), PASSES[1:])
         if not verify:
             matched += rewritten
-    states = allocate_states(list(graphs.values()))
+    states = allocate_states(list(graphs.values()), requirements.kv_dtype)
     lower = lower_inductor if _uses_inductor(config, device) else lower_eager
     programs = {verify: lower(graph, states) for verify, graph in graphs.items()}
     if requirements.cuda_graphs:
@@ -108,7 +109,7 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     )
     captured, context, choice, requirements, results = _matched(capture(step), context, config, config.draft_backend)
     results += run_passes(captured, context, PASSES[1:])
-    states = allocate_states([captured])
+    states = allocate_states([captured], requirements.kv_dtype)
     block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
     width = min(config.num_speculative_tokens, draft.config.block_size)
     if requirements.cuda_graphs:
@@ -155,6 +156,21 @@ class DraftStep(nn.Module):
         return CausalLMOutputWithPast(logits=self.head(hidden))
 
 
+def _check_available(config: DCPConfig, device: torch.device) -> None:
+    """ConfigError for settings whose machinery does not exist, or not on this device; silence would hide that."""
+    if config.draft_window is not None:
+        raise ConfigError(f"draft_window={config.draft_window}: drafts attend to their whole context; leave it None")
+    if config.verify != "full":
+        raise ConfigError(f'verify={config.verify!r}: every draft is verified whole; leave it "full"')
+    if config.kv_cache_dtype.startswith("float8"):
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: 8-bit caches need a scale that nothing computes yet; use a 16- or "
+            "32-bit type"
+        )
+    if config.cuda_graphs is True and device.type != "cuda":
+        raise ConfigError(f"cuda_graphs=True on a {device.type} device: there are no graphs to capture; leave it \"auto\"")
+
+
 def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
     return config.lowering == "inductor" or (config.lowering == "auto" and device.type == "cuda")
 
@@ -195,7 +211,7 @@ def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext) -> 
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         query_dtype=query.dtype,
-        kv_dtype=query.dtype,
+        kv_dtype=query.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
         latent=site.latent_dim,
         rope=site.rope_dim,
         heads=site.heads * (context.dcp_size if context.heads_sharded else 1),
