@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,15 @@ from tests.generation.reference_engine import ReferenceEngine
 from tests.tiny_models import VOCAB, randomise
 
 PAD = 0
+
+# New for each run, the same in all workers of a distributed run.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+
+
+def fresh_seeds(name: str, count: int) -> list[int]:
+    """Seeds that differ from run to run; the test ids show them."""
+    draw = random.Random(f"{_RUN} {name}")
+    return [draw.randrange(2**31) for _ in range(count)]
 
 
 def tiny_qwen3(seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:

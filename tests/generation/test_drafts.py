@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from dcp_compile.generation.drafts import CausalLMProposer, PromptLookup, Proposal, Sampling
-from tests.generation.helpers import chi_square_p
+from tests.generation.helpers import chi_square_p, fresh_seeds
 
 GREEDY = Sampling(False, LogitsProcessorList())
 
@@ -39,7 +39,7 @@ def test_prompt_lookup(sequence, limit, expected):
     assert lookup(sequence, limit) == expected
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**31) for _ in range(5)])
+@pytest.mark.parametrize("seed", fresh_seeds("drafts", 5))
 def test_prompt_lookup_copies_what_followed_the_longest_known_tail(seed):
     draw = random.Random(seed)
     for _ in range(40):

@@ -24,7 +24,7 @@ from dcp_compile.generation import api
 from dcp_compile.generation.call import DecodeCall
 from dcp_compile.generation.loop import decode_speculative
 from dcp_compile.generation.patch import attach
-from tests.generation.helpers import PAD, Scripted, chi_square_p, prompts, sometimes_wrong, tiny_qwen3, wrong
+from tests.generation.helpers import PAD, Scripted, chi_square_p, fresh_seeds, prompts, sometimes_wrong, tiny_qwen3, wrong
 from tests.generation.markov import MarkovDraft, MarkovEngine
 from tests.tiny_models import VOCAB
 
@@ -139,7 +139,7 @@ def test_sampling_with_a_recurrent_model(kimi):
     assert kimi.compiled.generate(**inputs, **options).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**31) for _ in range(4)])
+@pytest.mark.parametrize("seed", fresh_seeds("generate", 4))
 def test_any_batch_any_draft(qwen, seed):
     """Random prompts, ends, lengths and draft errors; with and without a processor that needs lock-step."""
     draw = random.Random(seed)
