@@ -69,6 +69,7 @@ class StepGraph:
             passes have run.
         constants: placeholder -> parameter or buffer of the model.
         outputs: names of the graph outputs: "logits", then the extra ones.
+        model: class of the model, for messages.
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.
         prologue_inputs: placeholders of ``module`` that the prologue takes, in order.
         sites: certified MLA sites, made by the match pass.
@@ -81,6 +82,7 @@ class StepGraph:
     states: dict[fx.Node, StateRef]
     constants: dict[fx.Node, Tensor]
     outputs: tuple[str, ...]
+    model: str
     prologue: fx.GraphModule | None = None
     prologue_inputs: list[fx.Node] = field(default_factory=list)
     sites: list = field(default_factory=list)
@@ -112,6 +114,7 @@ class StepGraph:
             fx.GraphModule(self.module, graph),
             *({renamed[node]: value for node, value in m.items()} for m in (self.step_inputs, self.states, self.constants)),
             outputs=self.outputs,
+            model=self.model,
             sites=[renew(site) for site in self.sites],
             seconds=self.seconds,
         )
@@ -225,7 +228,10 @@ class _RecurrentLayer(_compat.LinearAttentionCacheLayerMixin):
 def _marker_attention(module: nn.Module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
     for option in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(option) is not None:
-            raise UnsupportedModelError(f"attention option {option}={kwargs[option]} cannot be absorbed into MLA decoding")
+            raise UnsupportedModelError(
+                f"layer {module.layer_idx} ({type(module).__name__}): attention option {option}={kwargs[option]} cannot be "
+                "absorbed into MLA decoding"
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return torch.ops.dcp.mark_attention(query, key, value, module.layer_idx, scale), None
 
@@ -329,6 +335,7 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
         states={next(placeholders): ref for ref in stand_ins.states},
         constants={next(placeholders): tensor.detach() for tensor in constants.values()},
         outputs=outputs,
+        model=type(model).__name__,
     )
     graph.seconds["capture"] = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)

@@ -60,11 +60,11 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
         w_uk = emit(aten.slice.Tensor, per_head, 1, 0, site.nope_dim)
         w_uv = emit(aten.slice.Tensor, per_head, 1, site.nope_dim, split)
 
-        def rows(part: fx.Node) -> fx.Node:  # [T, H, 1, d] -> [H, T, d]
-            return emit(aten.reshape.default, emit(aten.permute.default, part, [1, 0, 2, 3]), [heads, -1, value(part).shape[3]])
+        def query(start: int, end: int) -> fx.Node:  # [T, H, 1, d] -> [H, T, d]
+            part = _cat_operand(site.query, start, end) or emit(aten.slice.Tensor, site.query, 3, start, end)
+            return emit(aten.reshape.default, emit(aten.permute.default, part, [1, 0, 2, 3]), [heads, -1, end - start])
 
-        q_nope = rows(emit(aten.slice.Tensor, site.query, 3, 0, site.nope_dim))
-        q_rope = rows(emit(aten.slice.Tensor, site.query, 3, site.nope_dim, site.nope_dim + site.rope_dim))
+        q_nope, q_rope = query(0, site.nope_dim), query(site.nope_dim, site.nope_dim + site.rope_dim)
         q_latent = emit(aten.permute.default, emit(aten.bmm.default, q_nope, w_uk), [1, 0, 2])  # [T, H, R]
         q_rope = emit(aten.permute.default, q_rope, [1, 0, 2])
         attention = emit_attention(emit, site, context, q_latent, q_rope)
@@ -82,6 +82,19 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
     return attention
 
 
+def _cat_operand(query: fx.Node, start: int, end: int) -> fx.Node | None:
+    """The operand that makes up ``query[..., start:end]``, where the query is put together from its parts."""
+    if query.target is not aten.cat.default or query.args[1:] not in ((3,), (-1,)):
+        return None
+    offset = 0
+    for operand in query.args[0]:
+        size = value(operand).shape[3]
+        if (start, end) == (offset, offset + size):
+            return operand
+        offset += size
+    return None
+
+
 def _check_same(site: MLASite, out: fx.Node) -> None:
     wanted, found = value(site.attention), value(out)
     if (wanted.shape, wanted.dtype) != (found.shape, found.dtype) or not found.is_contiguous():
@@ -89,5 +102,3 @@ def _check_same(site: MLASite, out: fx.Node) -> None:
             f"absorb_mla: {site.where}: the absorbed output is {found.dtype} {tuple(found.shape)} with strides "
             f"{found.stride()}, the model's was {wanted.dtype} {tuple(wanted.shape)}"
         )
-
-

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from dcp_compile import _compat
 from dcp_compile.errors import MatchError
 
-from .graph_tools import cone, dcp, hint, value
+from .graph_tools import cone, dcp, hint, is_size, value
 
 
 def certify(site, module: fx.GraphModule) -> None:
@@ -81,14 +81,14 @@ def _compare(site, what: str, found: Tensor, wanted: Tensor, formula: str) -> No
 
 def _cut_out(site, module: fx.GraphModule):
     """A function ``(latent, rope, weight) -> (k, v)`` that runs the cone at the traced sizes; cache markers pass through."""
-    sizes = {node for node in module.graph.nodes if isinstance(node.meta.get("val"), (int, torch.SymInt))}
-    interior, leaves = cone([site.key, site.value], [site.latent, site.rope, *sizes])
+    interior, leaves = cone([site.key, site.value], [site.latent, site.rope])
+    sizes = {leaf for leaf in leaves if is_size(leaf)}
     foreign = leaves - {site.latent, site.rope, site.weight} - sizes
     if foreign:
         names = ", ".join(sorted(node.name for node in foreign))
         raise MatchError(f"{site.where}: key and value depend on more than latent, rope key and one weight: {names}")
     graph = fx.Graph()
-    copied: dict[fx.Node, object] = {leaf: hint(value(leaf)) for leaf in leaves & sizes}
+    copied: dict[fx.Node, object] = {leaf: hint(value(leaf)) for leaf in sizes}
     for leaf in (site.latent, site.rope, site.weight):
         copied[leaf] = graph.placeholder(leaf.name)
     for node in module.graph.nodes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove what the other passes left behind: dead nodes, slices that undo a cat, and views that change nothing."""
+"""Remove what the other passes left behind: dead nodes and views that change nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from .graph_tools import aten, dcp, nodes_of, value
 
 
 def run(graph: StepGraph, context: PassContext) -> PassResult:
-    """Peepholes, then dead-code elimination; writes survive because their operators are mutable."""
+    """Views first, then dead code; writes survive because their operators are mutable."""
     matches = 0
-    for node in nodes_of(graph.graph, aten.slice.Tensor):
-        part = _cat_operand(node)
-        if part is not None:
-            node.replace_all_uses_with(part)
-            matches += 1
     for node in nodes_of(graph.graph, aten.view.default, aten.reshape.default, aten._unsafe_view.default):
         source = node.args[0]
         if node.users and _same_layout(value(node), value(source)):
@@ -43,31 +38,9 @@ def check(graph: StepGraph, context: PassContext) -> None:
         raise InvariantError("cleanup: a cache write was dropped")
 
 
-def _cat_operand(node: fx.Node) -> fx.Node | None:
-    """The operand of a cat that a slice of it picks whole, if it does."""
-    if len(node.args) != 4 or node.args[0].target is not aten.cat.default:
-        return None
-    source, dim, start, end = node.args
-    operands = source.args[0]
-    rank = value(source).dim()
-    cat_dim = (source.args[1] if len(source.args) > 1 else 0) % rank
-    if dim % rank != cat_dim or not isinstance(start, int) or not isinstance(end, int):
-        return None
-    position = 0
-    for operand in operands:
-        size = value(operand).shape[cat_dim]
-        if not isinstance(size, int):
-            return None
-        if start == position and end == position + size:
-            return operand
-        position += size
-    return None
-
-
 def _same_layout(found, wanted) -> bool:
     return (
         found.dtype == wanted.dtype
         and str(list(found.shape)) == str(list(wanted.shape))
         and str(list(found.stride())) == str(list(wanted.stride()))
     )
-

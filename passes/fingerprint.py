@@ -17,6 +17,9 @@ def graph_fingerprint(graph: StepGraph) -> str:
         numbers = {node: index for index, node in enumerate(part.nodes)}
         for node in part.nodes:
             operands = [numbers[operand] for operand in node.all_input_nodes]
-            literal = "" if node.target in METADATA else repr([a for a in node.args if not hasattr(a, "op")])
+            arguments = node.args
+            if node.target in METADATA:
+                arguments = (*arguments[:-3], *arguments[-2:])  # .., rank, dcp_size, interleave
+            literal = repr([a for a in arguments if not hasattr(a, "op")])
             digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode())
     return digest.hexdigest()[:16]

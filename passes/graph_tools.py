@@ -29,6 +29,11 @@ def hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number read from or computed from shapes."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
 def location(node: fx.Node) -> str:
     """Module path a node was traced from, such as ``model.layers.3.self_attn``; its own name when unknown."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -68,7 +73,7 @@ def nodes_of(graph: fx.Graph, *targets) -> list[fx.Node]:
 
 
 def cone(outputs: Iterable[fx.Node], cuts: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Everything ``outputs`` depend on, stopping at ``cuts`` and graph inputs: (interior nodes, leaves).
+    """All data ``outputs`` depend on, stopping at ``cuts``, sizes and graph inputs: (interior nodes, leaves).
 
     A cache marker hands its first two operands through; its others do not reach its results.
     """
@@ -77,7 +82,7 @@ def cone(outputs: Iterable[fx.Node], cuts: Iterable[fx.Node]) -> tuple[set[fx.No
         node = pending.pop()
         if node in interior or node in leaves:
             continue
-        if node in cuts or node.op in ("placeholder", "get_attr"):
+        if node in cuts or node.op in ("placeholder", "get_attr") or is_size(node):
             leaves.add(node)
             continue
         interior.add(node)

@@ -17,7 +17,7 @@ from dcp_compile.capture import METADATA_INPUTS, StepGraph
 from dcp_compile.errors import InvariantError
 
 from .context import PassContext, PassResult
-from .graph_tools import METADATA, Emitter, cone, dcp, nodes_of, value
+from .graph_tools import METADATA, Emitter, dcp, nodes_of, value
 
 
 def run(graph: StepGraph, context: PassContext) -> PassResult:
@@ -29,8 +29,11 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
     outputs = [
         node for node in shared if isinstance(value(node), torch.Tensor) and any(user not in shared for user in node.users)
     ]
-    interior, _ = cone(outputs, [])
-    graph.prologue, graph.prologue_inputs = _cut_out(graph, interior, outputs)
+    needed = set(outputs)
+    for node in reversed(shared):
+        if node in needed:
+            needed.update(operand for operand in node.all_input_nodes if operand in shared)
+    graph.prologue, graph.prologue_inputs = _cut_out(graph, needed, outputs)
     _feed_body(graph, outputs)
     for node in reversed(shared):
         if not node.users:

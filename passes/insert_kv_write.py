@@ -40,12 +40,15 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
 
 
 def check(graph: StepGraph, context: PassContext) -> None:
-    """As many writes as sites, each before every read of its cache."""
+    """Each site's latents are written to its cache, before every read of it."""
     writes = nodes_of(graph.graph, dcp.kv_write.default)
     if len(writes) != len(graph.sites):
         raise InvariantError(f"insert_kv_write: {len(writes)} writes for {len(graph.sites)} sites")
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    sources = {site.kv_cache: (site.latent_new, site.rope_new) for site in graph.sites}
     for write in writes:
+        if tuple(rows.args[0] for rows in write.args[:2]) != sources.get(write.args[2]):
+            raise InvariantError(f"insert_kv_write: {write.name} does not store the latent of the layer whose cache it fills")
         for user in write.args[2].users:
             if user is not write and order[user] < order[write]:
                 raise InvariantError(f"insert_kv_write: {user.name} reads the cache before {write.name} fills it")

@@ -2,33 +2,34 @@
 """Find the MLA attention of every layer and prove that it can be absorbed.
 
 From each attention marker the values are followed upwards, through layout operators only, to the one matrix product
-that makes them: its weight is the KV up-projection, its input the latent. In the keys, the operand that is broadcast
-over the heads is the rope key. All sizes come from shapes. The certificate then decides.
+that makes them: its weight is the KV up-projection, its input the latent. In the keys, followed likewise, the operand
+that is broadcast over the heads is the rope key. All sizes come from shapes. The certificate then decides whether the
+layout operators put everything where absorption assumes.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from dcp_compile.capture import StepGraph
-from dcp_compile.errors import InvariantError, MatchError
+from dcp_compile.errors import InvariantError, MatchError, UnsupportedModelError
 from dcp_compile.ops.markers import layer_of
 
 from .certificate import certify
 from .context import PassContext, PassResult
-from .graph_tools import aten, cone, dcp, location, nodes_of, value
+from .graph_tools import aten, cone, dcp, is_size, location, nodes_of, value
 
 # Operators that only move elements. Copies into fresh buffers (new_empty, slice_scatter) count: the certificate sees
 # whether they put things where absorption assumes.
 LAYOUT = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
     aten.t.default, aten.expand.default, aten.clone.default, aten.contiguous.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.split.Tensor,
-    aten.unbind.int, aten.cat.default, aten.alias.default, aten.detach.default, aten.copy.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default,
+    aten.split.Tensor, aten.unbind.int, aten.cat.default, aten.alias.default, aten.detach.default, aten.copy.default,
     aten.slice_scatter.default, aten.empty.memory_format, aten.new_empty.default, aten.full.default,
     aten.new_zeros.default, operator.getitem,
 }  # fmt: skip
@@ -37,11 +38,13 @@ PRODUCTS = {
     aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.matmul.default: (0, 1), aten.linear.default: (0, 1),
     aten.addmm.default: (1, 2),
 }  # fmt: skip
-_RESHAPES = {
+# Operators whose result holds exactly the elements of their operand. Which of them lie between a latent and its
+# up-projection does not matter here: the certificate runs them.
+_REORDERS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.alias.default,
-    aten.detach.default, aten.contiguous.default,
+    aten.detach.default, aten.contiguous.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.t.default, aten.transpose.int, aten.permute.default,
 }  # fmt: skip
-_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
     markers = {layer_of(node): node for node in nodes_of(graph.graph, dcp.mark_latent.default)}
     sites = []
     for attention in nodes_of(graph.graph, dcp.mark_attention.default):
-        site = _candidate(attention, markers.get(layer_of(attention)))
+        site = _candidate(attention, markers.get(layer_of(attention)), graph.model)
+        _check_cached(site)
         certify(site, graph.module)
         sites.append(site)
     graph.sites = sites
@@ -102,7 +106,7 @@ def check(graph: StepGraph, context: PassContext) -> None:
         raise InvariantError(f"match_mla: sites for layers {layers}, attention calls in layers {wanted}")
 
 
-def _candidate(attention: fx.Node, marker: fx.Node | None) -> MLASite:
+def _candidate(attention: fx.Node, marker: fx.Node | None, model: str) -> MLASite:
     query, key, val, layer, scale = attention.args
     where = location(attention)
     if marker is None:
@@ -110,7 +114,7 @@ def _candidate(attention: fx.Node, marker: fx.Node | None) -> MLASite:
     product = _up_projection(val, where)
     input_at, weight_at = PRODUCTS[product.target]
     weight = _parameter(product.args[weight_at], where)
-    latent = _before_reshapes(product.args[input_at])
+    latent = _before_reorders(product.args[input_at])
     heads, query_dim = value(query).shape[1], value(query).shape[3]
     value_dim = value(val).shape[3]
     rows, latent_dim = value(weight).shape[-2:]
@@ -118,12 +122,17 @@ def _candidate(attention: fx.Node, marker: fx.Node | None) -> MLASite:
     nope_dim -= value_dim
     rope_dim = query_dim - nope_dim
     if rest or nope_dim <= 0 or rope_dim <= 0 or value(latent).shape[-1] != latent_dim:
-        raise MatchError(
-            f"{where}: the up-projection weight has shape {tuple(value(weight).shape)}, which is not "
-            f"[{heads} heads x (nope + {value_dim}), {value(latent).shape[-1]}] with a positive nope size below the query's "
-            f"{query_dim}; this is not multi-head latent attention"
+        raise UnsupportedModelError(
+            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: the weight above "
+            f"the value has shape {tuple(value(weight).shape)} instead of [{heads} heads x (nope + {value_dim}), "
+            f"{value(latent).shape[-1]}] with a nope size between 0 and the query's {query_dim}"
         )
-    rope = _rope_key(key, latent, rope_dim, where)
+    rope = _rope_key(key, rope_dim, where)
+    if rope is None:
+        raise UnsupportedModelError(
+            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: no part of the "
+            f"key of size {rope_dim} is shared by all heads"
+        )
     return MLASite(
         layer=layer, where=where, attention=attention, marker=marker, query=query, key=key, value=val,
         latent=latent, rope=rope, latent_new=_this_step(latent, marker), rope_new=_this_step(rope, marker),
@@ -133,33 +142,46 @@ def _candidate(attention: fx.Node, marker: fx.Node | None) -> MLASite:
     )  # fmt: skip
 
 
-def _up_projection(val: fx.Node, where: str) -> fx.Node:
-    """The single matrix product above the values, reached through layout operators and the cache marker."""
-    pending, seen, products = [val], set(), []
+def _ends(start: fx.Node, where: str, what: str, is_end: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The nodes above ``start`` that satisfy ``is_end``, reached through layout operators and the cache marker.
+
+    Raises:
+        MatchError: another operator is in the way; probes would not show every function it might be.
+    """
+    pending, seen, ends = [start], set(), []
     while pending:
         node = pending.pop()
-        if node in seen or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+        if node in seen or is_size(node) or node.op != "call_function":
             continue
         seen.add(node)
-        if node.target in PRODUCTS:
-            products.append(node)
+        if is_end(node):
+            ends.append(node)
         elif node.target is operator.getitem and node.args[0].target is dcp.mark_latent.default:
             pending.append(node.args[0].args[node.args[1]])
         elif node.target in LAYOUT:
             pending += node.all_input_nodes
         else:
             raise MatchError(
-                f"{where}: the value passes through {node.target} ({node.name}) after the KV up-projection; only layout "
+                f"{where}: the {what} passes through {node.target} ({node.name}) after the KV up-projection; only layout "
                 "operators can be absorbed, so this layer cannot be optimised"
             )
+    return ends
+
+
+def _up_projection(val: fx.Node, where: str) -> fx.Node:
+    """The single matrix product above the values."""
+    products = _ends(val, where, "value", lambda node: node.target in PRODUCTS)
     if len(products) != 1:
-        raise MatchError(f"{where}: expected one up-projection above the value, found {len(products)}; not MLA")
+        raise MatchError(
+            f"{where}: expected one matrix product above the value, the KV up-projection, but found {len(products)}; this "
+            "layer cannot be optimised"
+        )
     return products[0]
 
 
 def _parameter(node: fx.Node, where: str) -> fx.Node:
     """The graph input behind a weight operand, looking through transposes."""
-    while node.op == "call_function" and node.target in _TRANSPOSES | _RESHAPES:
+    while node.op == "call_function" and node.target in _REORDERS:
         node = node.args[0]
     if node.op != "placeholder":
         raise MatchError(
@@ -169,25 +191,22 @@ def _parameter(node: fx.Node, where: str) -> fx.Node:
     return node
 
 
-def _before_reshapes(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and node.target in _RESHAPES:
+def _before_reorders(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and node.target in _REORDERS:
         node = node.args[0]
     return node
 
 
-def _rope_key(key: fx.Node, latent: fx.Node, rope_dim: int, where: str) -> fx.Node:
-    """The ``[.., 1, S, rope]`` operand that is broadcast over the heads of the key."""
-    interior, _ = cone([key], [latent])
-    for node in sorted(interior, reverse=True):  # the broadcast nearest to the attention is this layer's
-        if node.target is aten.expand.default:
-            source = node.args[0]
-            shape = value(source).shape
-            if len(shape) == 4 and shape[1] == 1 and shape[3] == rope_dim:
-                return _before_reshapes(source)
-    raise MatchError(
-        f"{where}: no rope key of size {rope_dim} shared by all heads was found in the key; this is not multi-head latent "
-        "attention"
-    )
+def _rope_key(key: fx.Node, rope_dim: int, where: str) -> fx.Node | None:
+    """The ``[.., 1, S, rope]`` operand that is broadcast over the heads of the key, if there is one."""
+
+    def is_broadcast(node: fx.Node) -> bool:
+        shape = value(node.args[0]).shape if node.target is aten.expand.default else ()
+        return len(shape) == 4 and shape[1] == 1 and shape[3] == rope_dim
+
+    ends = _ends(key, where, "key", lambda node: node.target in PRODUCTS or is_broadcast(node))
+    broadcasts = [node for node in ends if node.target is aten.expand.default]
+    return _before_reorders(broadcasts[0].args[0]) if broadcasts else None
 
 
 def _this_step(node: fx.Node, marker: fx.Node) -> fx.Node:
@@ -195,3 +214,33 @@ def _this_step(node: fx.Node, marker: fx.Node) -> fx.Node:
     if node.target is operator.getitem and node.args[0] is marker:
         return marker.args[node.args[1]]
     return node
+
+
+def _check_cached(site: MLASite) -> None:
+    """MatchError unless attention reads the cache, and the cache holds latents or what is expanded from them."""
+    parts = (("latent", site.latent, site.latent_new), ("rope key", site.rope, site.rope_new))
+    for what, part, new in parts:
+        if new is part and _depends(part, site.marker):
+            raise MatchError(
+                f"{site.where}: the {what} that attention uses is computed from the cached one by {part.target} "
+                f"({part.name}); only what is in the cache itself can be attended to, so this layer cannot be optimised"
+            )
+    from_cache = [new is not part for _, part, new in parts]
+    expanded = all(site.marker in cone([x], [site.latent, site.rope])[0] for x in (site.key, site.value))
+    if not all(from_cache) and not (expanded and not any(from_cache)):
+        raise MatchError(
+            f"{site.where}: attention does not read what the cache returned; keys and values must come from cache.update"
+        )
+
+
+def _depends(node: fx.Node, marker: fx.Node) -> bool:
+    """Whether ``node`` is computed from the results of ``marker``; nodes before it need not be looked at."""
+    pending, seen = [node], set()
+    while pending:
+        node = pending.pop()
+        if node is marker:
+            return True
+        if node not in seen and marker < node and not is_size(node):
+            seen.add(node)
+            pending += node.all_input_nodes
+    return False

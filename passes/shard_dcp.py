@@ -52,6 +52,24 @@ def check(graph: StepGraph, context: PassContext) -> None:
         merges = nodes_of(graph.graph, dcp.merge_packed.default)
         if len(merges) != len(graph.sites):
             raise InvariantError(f"shard_dcp: {len(merges)} merges for {len(graph.sites)} sites")
+        _check_order(graph, context.group)
+
+
+def _check_order(graph: StepGraph, group: str) -> None:
+    """Up to each layer's merge, the collectives of the DCP group are those of every other layer."""
+    calls: list[str] = []
+    first, layers = None, iter(graph.sites)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and is_collective(node) and group in node.args:
+            calls.append(node.target.name())
+        elif node.target is dcp.merge_packed.default:
+            layer = next(layers).layer
+            first = first or (layer, calls)
+            if calls != first[1]:
+                raise InvariantError(
+                    f"shard_dcp: the collectives of layer {layer} ({calls}) differ from those of layer {first[0]} ({first[1]})"
+                )
+            calls = []
 
 
 def is_collective(node: fx.Node) -> bool:
