@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,10 +84,19 @@ class Fakes:
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def check_sizes(self, name: str) -> None:
-        """CaptureError if the trace only holds for the example sizes."""
-        fixed = {str(symbol): value for symbol, value in self.shapes.replacements.items() if value.is_number}
+        """CaptureError if the trace only holds for some sizes.
+
+        Torch's own shape rules ask, too (which memory format a convolution picks): such guards do not choose what is
+        computed. The place a guard comes from is ``sloc.framework_loc`` (torch 2.11 - 2.13).
+        """
+        fixed = [f"{symbol} = {value}" for symbol, value in self.shapes.replacements.items() if value.is_number]
+        library = os.path.dirname(torch.__file__) + os.sep
+        for guard in self.shapes.guards:
+            place = guard.sloc.framework_loc
+            if place is not None and not place.filename.startswith(library):
+                fixed.append(f"{guard.expr} ({place.filename}:{place.lineno})")
         if fixed:
-            raise CaptureError(f"{name} computes differently for different numbers of rows; the trace fixed {fixed}")
+            raise CaptureError(f"{name} computes differently for different numbers of rows; the trace needs {', '.join(fixed)}")
 
 
 def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.GraphModule:

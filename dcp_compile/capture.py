@@ -94,7 +94,13 @@ class StepGraph:
         return self.module.graph
 
     def copy(self) -> StepGraph:
-        """An independent copy, to lower one captured step in several ways; fake values and constants are shared."""
+        """An independent copy, to lower one captured step in several ways; fake values and constants are shared.
+
+        Raises:
+            ValueError: the absorb pass has run: what it left belongs to this graph.
+        """
+        if self.attention:
+            raise ValueError("a rewritten graph cannot be copied; copy the captured one before the passes rewrite it")
         graph, renamed = fx.Graph(), {}
         output = graph.graph_copy(self.graph, renamed)
         graph.output(output)

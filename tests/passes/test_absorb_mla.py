@@ -10,7 +10,7 @@ import pytest
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PassContext, absorb_mla, match_mla, run_passes
 from dcp_compile.passes.graph_tools import MARKERS, Emitter, aten, census, dcp, nodes_of, value
-from tests.passes.conftest import CONTEXT, HYBRID, Captured
+from tests.passes.models import CONTEXT, HYBRID, Captured
 
 BEFORE, ABSORB = (match_mla,), (absorb_mla,)
 

@@ -14,7 +14,7 @@ from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, cleanup, run_passes
 from dcp_compile.passes.graph_tools import aten, census, dcp, nodes_of
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 
 CLEAN = (cleanup,)
 

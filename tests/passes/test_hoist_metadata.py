@@ -12,7 +12,7 @@ from dcp_compile.capture import METADATA_INPUTS, StepGraph, capture
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassContext, hoist_metadata, run_passes
 from dcp_compile.passes.graph_tools import METADATA, Emitter, aten, census, dcp, nodes_of, value
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 from tests.tiny_models import tiny_deepseek_v3
 
 HOIST = (hoist_metadata,)

@@ -9,7 +9,7 @@ from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import absorb_mla, insert_kv_write, match_mla, run_passes
 from dcp_compile.passes.graph_tools import dcp, nodes_of
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 
 WRITE = (insert_kv_write,)
 

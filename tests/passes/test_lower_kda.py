@@ -11,7 +11,7 @@ from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassContext, lower_kda, run_passes
 from dcp_compile.passes.graph_tools import MARKERS, Emitter, aten, census, nodes_of, value
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 
 LOWER = (lower_kda,)
 VERIFY = dataclasses.replace(CONTEXT, verify=True)

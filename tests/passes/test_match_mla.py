@@ -16,7 +16,7 @@ from dcp_compile.passes.graph_tools import aten, dcp, nodes_of, value
 from tests import mla_variants
 from tests.mla_variants import vary
 from tests.model_state import changes, state_of
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 
 MATCH = (match_mla,)
 

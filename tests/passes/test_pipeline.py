@@ -13,7 +13,7 @@ from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassResult, run_passes
 from dcp_compile.passes.fingerprint import graph_fingerprint
 from dcp_compile.passes.graph_tools import METADATA, aten, dcp, nodes_of
-from tests.passes.conftest import CONTEXT, HYBRID, Captured, captured_model
+from tests.passes.models import CONTEXT, HYBRID, Captured, captured_model
 from tests.passes.ranks import Group, sharded_by_heads
 from tests.tiny_models import VOCAB
 

@@ -13,7 +13,7 @@ from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassContext, run_passes, shard_dcp
 from dcp_compile.passes.graph_tools import Emitter, aten, census, dcp, nodes_of, value
 from dcp_compile.passes.shard_dcp import is_collective
-from tests.passes.conftest import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured
 
 c10d = torch.ops._c10d_functional
 SHARD = (shard_dcp,)
