@@ -21,9 +21,9 @@ test: $(READY)
 # before the rest: 3.6 is the release the Hopper kernel compiles with, and it stays unless this build of torch asks for another.
 $(READY): pyproject.toml requirements-cpu.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --constraint requirements-cpu.txt torch
-	$(PY) -m pip install --quiet --no-deps 'triton==3.6.0; sys_platform == "linux"'
-	$(PY) -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]'
+	$(PY) -m pip install -qq --no-compile --constraint requirements-cpu.txt torch
+	$(PY) -m pip install -qq --no-compile --no-deps 'triton==3.6.0; sys_platform == "linux"'
+	$(PY) -m pip install -qq --no-compile --constraint requirements-cpu.txt --editable '.[test]'
 	touch $@
 
 clean:
