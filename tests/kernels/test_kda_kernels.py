@@ -69,9 +69,9 @@ def test_kda(draw: random.Random, device: str) -> None:
 
 @pytest.mark.seeds(20)
 def test_kda_verify(draw: random.Random, device: str) -> None:
-    """Three verify steps in a row: what one leaves pending the next commits."""
-    batch, heads, records = draw.choice([0, 1, 3]), draw.choice([1, 3]), draw.choice([1, 4, 8])
-    width, values = draw.choice([1, 8, 12]), draw.choice([1, 8, 20])
+    """Two verify steps in a row: what one leaves pending the next commits."""
+    batch, heads, records = draw.choice([0, 1, 2]), draw.choice([1, 2]), draw.choice([1, 3, 5])
+    width, values = draw.choice([1, 8, 12]), draw.choice([1, 8, 40])
     dtype, norm, pool = draw.choice(DTYPES), draw.random() < 0.5, batch + 2
     state = torch.randn(pool, heads, width, values)
     pending = [torch.randn(pool, records, heads, n) for n in (width, values, width)]
@@ -80,7 +80,7 @@ def test_kda_verify(draw: random.Random, device: str) -> None:
     want_pools = [t.double() for t in (state, *pending)]
     pools = moved(draw, device, state, *pending)
     slots = slots_of(draw, batch, pool)
-    for _ in range(3):
+    for _ in range(2):
         rows = draw.randint(0, records)
         positions = step_positions(draw, batch, rows, 50)
         accepted = torch.tensor([draw.randint(0, records) for _ in range(batch)], dtype=torch.int32)

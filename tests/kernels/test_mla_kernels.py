@@ -18,6 +18,7 @@ from dcp_compile.ops import merge, mla
 
 GPU = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+HEADS = [1, 3, 12, 48, 96] if GPU else [1, 2, 3, 6]  # the interpreter is slow; test_96_heads has one case for it
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])  # the interpreter's bfloat16 is wrong
 
 
@@ -65,13 +66,13 @@ def check(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.
 
 
 def split_choice(draw: random.Random) -> int | None:
-    return draw.choice([None, 1, 2, 3, 7])
+    return draw.choice([None, 1, 2, 5])
 
 
 @pytest.mark.seeds(30)
 def test_rows(draw: random.Random, device: str) -> None:
     """Any row -> request map: uniform, ragged (BC39), or without order; bounds of a row may be 0."""
-    batch, width, heads = draw.choice([1, 2, 3, 5]), draw.choice([1, 2, 4]), draw.choice([1, 2, 3, 12, 20])
+    batch, width, heads = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(HEADS)
     kind = draw.choice(["uniform", "ragged", "any"])
     requests = [request for request in range(batch) for _ in range(width)]
     if kind == "ragged":
@@ -90,7 +91,7 @@ def test_rows(draw: random.Random, device: str) -> None:
 
 @pytest.mark.seeds(15)
 def test_prefix(draw: random.Random, device: str) -> None:
-    batch, width, heads = draw.choice([1, 2, 5]), draw.choice([0, 1, 2, 4]), draw.choice([1, 3, 12, 20])
+    batch, width, heads = draw.choice([1, 2, 3]), draw.choice([0, 1, 2, 4]), draw.choice(HEADS)
     dtype = draw.choice(DTYPES)
     call = make_call(draw, batch, batch * width, heads, dtype)
     bounds = torch.tensor([draw.randint(0, length) for length in call.lengths], dtype=torch.int32)
@@ -100,7 +101,7 @@ def test_prefix(draw: random.Random, device: str) -> None:
 
 @pytest.mark.seeds(20)
 def test_tail(draw: random.Random, device: str) -> None:
-    batch, width, heads = draw.choice([1, 2, 5]), draw.choice([1, 2, 4]), draw.choice([1, 3, 12, 20])
+    batch, width, heads = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(HEADS)
     dtype = draw.choice(DTYPES)
     call = make_call(draw, batch, batch * width, heads, dtype)
     starts = torch.tensor([draw.randint(0, length) for length in call.lengths], dtype=torch.int32)
@@ -134,9 +135,9 @@ def test_nothing_to_do(device: str, batch: int, rows: int, heads: int) -> None:
 @pytest.mark.seeds(10)
 def test_sharded_prefix_and_tail_make_dense_attention(draw: random.Random, device: str) -> None:
     """BC65: every rank's split parts, merged, are the attention over all keys, for any D, I, q, and stale prefix."""
-    dcp_size, block_size = draw.choice([1, 2, 3, 4, 16]), draw.choice([1, 4, 16])
+    dcp_size, block_size = draw.choice([1, 2, 3, 8]), draw.choice([1, 4, 16])
     interleave = draw.choice([i for i in (1, 4, 16) if block_size % i == 0])
-    width, heads, latent, rope = draw.choice([1, 3, 8]), draw.choice([1, 3]), 16, 4
+    width, heads, latent, rope = draw.choice([1, 3, 8]), draw.choice([1, 2]), 16, 4
     length = width + draw.randint(0, 2 * dcp_size * interleave + 5)
     prefix = draw.randint(0, length - width)
     keys, query = torch.randn(length, latent + rope), torch.randn(width, heads, latent + rope)
