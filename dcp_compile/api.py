@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .compiler import CompileReport, compile_model
 from .config import DCPConfig
 from .drafting import prepare_draft, tap_layers
-from .errors import UnsupportedModelError
+from .errors import ConfigError, UnsupportedModelError
 from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
 from .parallel.agreement import check_agreement, weights_fingerprint
@@ -60,7 +60,9 @@ def optimize(
         ConfigError, BackendError: the settings cannot be met; the model is unchanged.
         RankError: the ranks hold different models or settings.
     """
-    settings = config or DCPConfig()
+    settings = DCPConfig() if config is None else config
+    if not isinstance(settings, DCPConfig):
+        raise ConfigError(f"config={settings!r} must be a DCPConfig, such as dcp_compile.DCPConfig(block_size=64)")
     if dcp_size is not None:
         settings = settings.replace(dcp_size=dcp_size)
     if backend != "auto":
@@ -75,14 +77,18 @@ def optimize(
         taps = tap_layers(model, draft) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
         check_agreement(parallel, {"graph": graph_fingerprint(report.graph)})
+        attach(model, engine)
     except BaseException:
         if heads is not None:
             heads.restore()
         raise
-    attach(model, engine)
     model._dcp = Optimized(settings, parallel, report, heads)
     if draft is not None:
-        prepare_draft(model, draft)
+        try:
+            prepare_draft(model, draft)
+        except BaseException:
+            unoptimize(model)
+            raise
     return model
 
 

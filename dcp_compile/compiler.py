@@ -65,7 +65,9 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
     """The engine for a captured step; ``captured`` itself is not rewritten and can be compiled again."""
     device = next(iter(captured.constants.values())).device
     _check_available(config, device)
-    captured, context, choice, requirements, matched = _matched(captured, _context(config, parallel), config, config.backend)
+    rows = max(config.prefill_chunk, config.num_speculative_tokens + 1)
+    context = _context(config, parallel)
+    captured, context, choice, requirements, matched = _matched(captured, context, config, config.backend, rows)
 
     graphs = {}
     for verify in (False, True) if config.num_speculative_tokens else (False,):
@@ -107,11 +109,13 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     context = dataclasses.replace(
         _context(config, parallel), causal=draft.config.is_causal, heads_sharded=False, state_slots=1
     )
-    captured, context, choice, requirements, results = _matched(capture(step), context, config, config.draft_backend)
+    width = min(config.num_speculative_tokens, draft.config.block_size)
+    captured, context, choice, requirements, results = _matched(
+        capture(step), context, config, config.draft_backend, width
+    )
     results += run_passes(captured, context, PASSES[1:])
     states = allocate_states([captured], requirements.kv_dtype)
     block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
-    width = min(config.num_speculative_tokens, draft.config.block_size)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
         block = GraphRunner(block, width, batch_buckets(config.max_batch_size), columns, True, engine.device, pool)
@@ -127,12 +131,15 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
 
 
 def _matched(
-    captured: StepGraph, context: PassContext, config: DCPConfig, backend: str
+    captured: StepGraph, context: PassContext, config: DCPConfig, backend: str, rows: int
 ) -> tuple[StepGraph, PassContext, BackendChoice, AttentionRequirements, list[PassResult]]:
-    """A copy of the captured step with certified sites, and the context with the backend and layout that serve them."""
+    """A copy of the captured step with certified sites, and the context with the backend and layout that serve them.
+
+    ``rows``: most rows per request of any step.
+    """
     captured = captured.copy()
     results = run_passes(captured, context, PASSES[:1])
-    requirements = _requirements(captured, config, context)
+    requirements = _requirements(captured, config, context, rows)
     choice = backends.select_backend(requirements, backend)
     layouts = backends.get_backend(choice.name).capabilities.layouts
     layout = layouts[0] if config.decode_layout == "auto" else config.decode_layout
@@ -202,7 +209,7 @@ def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
     )
 
 
-def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext) -> AttentionRequirements:
+def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext, rows: int) -> AttentionRequirements:
     """What the model's attention needs, by its shapes."""
     site = graph.sites[0]
     query = site.query.meta["val"]
@@ -220,7 +227,7 @@ def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext) -> 
         dcp_size=context.dcp_size,
         interleave=config.kv_interleave,
         causal=context.causal,
-        query_rows=config.num_speculative_tokens + 1,
-        ragged=config.num_speculative_tokens > 0,
+        query_rows=rows,
+        ragged=rows > 1 and config.max_batch_size > 1,
         cuda_graphs=device.type == "cuda" and config.cuda_graphs is not False,
     )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""optimize() and unoptimize(): errors that leave the model as it was, and the way back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_compile
+from dcp_compile import BackendError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
+from tests.mla_variants import ScalesValues, Variant, vary
+from tests.model_state import changes, state_of
+from tests.tiny_models import VOCAB, tiny_deepseek_v3, tiny_kimi_linear
+
+CONFIG = DCPConfig(block_size=4, max_batch_size=2, max_seq_len=24, prefill_chunk=8, num_speculative_tokens=0)
+
+
+def dense() -> nn.Module:
+    return tiny_deepseek_v3(1, first_k_dense_replace=1)
+
+
+def test_there_and_back_again() -> None:
+    model = tiny_kimi_linear(2, num_local_experts=2)
+    ids = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
+    plain = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    before = state_of(model)
+
+    assert dcp_compile.optimize(model, config=CONFIG) is model
+    assert type(model).__name__ == "KimiLinearForCausalLM" and isinstance(model, before["class"])
+    assert changes(before, state_of(model)) == ["class", "attributes"]
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, logits)  # the plain forward is untouched
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+    assert "1 MLA layers absorbed" in dcp_compile.explain(model)
+    with pytest.raises(UnsupportedModelError, match="KimiLinearForCausalLM is optimised already; call unoptimize"):
+        dcp_compile.optimize(model, config=CONFIG)
+
+    assert dcp_compile.unoptimize(model) is model
+    assert changes(before, state_of(model)) == []
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+    for again in (dcp_compile.unoptimize, dcp_compile.explain):
+        with pytest.raises(UnsupportedModelError, match="KimiLinearForCausalLM is not optimised"):
+            again(model)
+    assert dcp_compile.optimize(model, config=CONFIG) is model
+
+
+def test_a_model_in_training_mode() -> None:
+    model = dense().train()
+    with pytest.raises(UnsupportedModelError, match=r"DeepseekV3ForCausalLM is in training mode; call model.eval\(\)"):
+        dcp_compile.optimize(model, config=CONFIG)
+
+
+def test_a_model_without_weights() -> None:
+    model = dense().to("meta")
+    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM lies on meta; load it whole on one real device"):
+        dcp_compile.optimize(model, config=CONFIG)
+
+
+def test_a_model_on_several_devices() -> None:
+    model = dense()
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM lies on cpu, meta"):
+        dcp_compile.optimize(model, config=CONFIG)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), dense().model, "path/to/model"], ids=["linear", "backbone", "path"])
+def test_what_is_no_causal_model(thing: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{type(thing).__name__} is not a transformers model with generate"):
+        dcp_compile.optimize(thing, config=CONFIG)
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 4}, "auto", DCPConfig])
+def test_settings_of_another_type(settings: object) -> None:
+    with pytest.raises(ConfigError, match="config=.* must be a DCPConfig"):
+        dcp_compile.optimize(dense(), config=settings)
+
+
+@pytest.mark.parametrize("options, error, message", [
+    ({"dcp_size": 2}, ConfigError, "2 ranks are needed but this program runs as one process; start it with torchrun"),
+    ({"dcp_size": 0}, ConfigError, "dcp_size=0 must be an integer of at least 1"),
+    ({"backend": "triton"}, BackendError, "triton: .*device type cpu not supported"),
+    ({"backend": "paged"}, BackendError, "unknown attention backend 'paged'"),
+    ({"config": CONFIG.replace(backend="paged")}, BackendError, "unknown attention backend 'paged'"),
+])  # fmt: skip
+def test_settings_that_cannot_be_met_leave_the_model_alone(options: dict, error: type[Exception], message: str) -> None:
+    model = vary(Variant)
+    before = state_of(model)
+    with pytest.raises(error, match=message):
+        dcp_compile.optimize(model, **{"config": CONFIG, **options})
+    assert changes(before, state_of(model)) == []
+
+
+def test_a_layer_that_cannot_be_absorbed_leaves_the_model_alone() -> None:
+    model = vary(ScalesValues)
+    before = state_of(model)
+    with pytest.raises(MatchError, match=r"model\.layers\.0\.self_attn"):
+        dcp_compile.optimize(model, config=CONFIG)
+    assert changes(before, state_of(model)) == []
+    assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False).shape == (1, 4)
+
+
+def test_arguments_win_over_settings() -> None:
+    """``dcp_size`` and ``backend`` may be given either way."""
+    model = vary(Variant)
+    dcp_compile.optimize(model, dcp_size=1, backend="torch", config=CONFIG.replace(dcp_size=7, backend="paged"))
+    text = dcp_compile.explain(model)
+    assert "ranks: dcp 1" in text and "backend torch" in text
+
+
+def test_a_generate_of_its_own_stands_in_the_way() -> None:
+    """Found only after compilation, and the model is still as it was."""
+    model = vary(Variant)
+    model.generate = lambda *args, **kwargs: None
+    before = state_of(model)
+    with pytest.raises(UnsupportedModelError, match="has its own generate on the instance"):
+        dcp_compile.optimize(model, config=CONFIG)
+    assert changes(before, state_of(model)) == []
+
+
+def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
+    """Found when the target is compiled already."""
+    model = vary(Variant)
+    before = state_of(model)
+    config = SimpleNamespace(check_target=lambda target: None, target_layer_ids=[])
+    draft = SimpleNamespace(training=True, config=config)
+    with pytest.raises(UnsupportedModelError, match="SimpleNamespace is in training mode"):
+        dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
+    assert changes(before, state_of(model)) == []

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""explain() states facts that can be recomputed from the model."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import dcp_compile
+from dcp_compile import DCPConfig, UnsupportedModelError, backends
+from dcp_compile.api import Optimized
+from dcp_compile.capture import StepGraph, capture
+from dcp_compile.compiler import compile_graph
+from dcp_compile.parallel import ParallelLayout
+from dcp_compile.passes import PASSES
+from dcp_compile.passes.graph_tools import census
+from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_linear
+
+CONFIG = DCPConfig(block_size=4, max_batch_size=3, max_seq_len=21, num_speculative_tokens=2)
+
+
+class Model:
+    """Stands for a model that was optimised for a rank which does not run here."""
+
+    def __init__(self, captured: StepGraph, config: DCPConfig, parallel: ParallelLayout):
+        engine, report = compile_graph(captured, config, parallel)
+        self.__dict__["_dcp"] = Optimized(config, parallel, report, None)
+        self._dcp_engine = engine
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> StepGraph:
+    return capture(tiny_kimi_linear(3, num_local_experts=2))
+
+
+def test_one_rank(hybrid: StepGraph) -> None:
+    model = Model(hybrid, CONFIG, ParallelLayout())
+    text = dcp_compile.explain(model)
+    assert text.startswith("Model: 1 MLA layers absorbed (4 heads, latent 32 + rope 8), 2 recurrent layers")
+    assert "ranks: dcp 1 (this is 0), tp 1 (this is 0), heads replicated, interleave 1, block 4" in text
+    assert "attention: backend torch, layout split" in text
+    assert "collectives per step: none" in text
+    assert "KV cache: 160 bytes per token, 160 per token and rank; 18 pages, 0.0 MiB on this rank" in text
+    state = 2 * 4 * (4 * 16 * 16 + 3 * 3 * 4 * 16 + 192 * (3 + 3))  # states, records, windows, their records
+    assert f"recurrent state: {state / 2**20:.2f} MiB per sequence on this rank" in text
+
+
+def test_every_backend_that_was_passed_over_has_its_reason(hybrid: StepGraph) -> None:
+    text = dcp_compile.explain(Model(hybrid, CONFIG, ParallelLayout()))
+    others = set(backends.registry._BACKENDS) - {"torch"}
+    assert others
+    for name in others:
+        assert re.search(rf"^  not {name}: .*device type cpu not supported", text, re.MULTILINE)
+    named = dcp_compile.explain(Model(hybrid, CONFIG.replace(backend="torch"), ParallelLayout()))
+    assert "  not " not in named
+
+
+def test_calls_before_and_after_every_pass(hybrid: StepGraph) -> None:
+    model = Model(hybrid, CONFIG, ParallelLayout())
+    text, graph = dcp_compile.explain(model), model._dcp.report.graph
+    rows = {}
+    for module in PASSES:
+        name = module.__name__.rpartition(".")[2]
+        (row,) = re.findall(rf"^{name} +(\d+) +(\d+) -> (\d+) +(.*)$", text, re.MULTILINE)
+        rows[name] = (int(row[0]), int(row[1]), int(row[2]), row[3])
+    counts = list(rows.values())
+    assert all(one[2] == other[1] for one, other in zip(counts, counts[1:]))
+    assert [rows[name][0] for name in ("match_mla", "absorb_mla", "insert_kv_write", "shard_dcp", "lower_kda")] == [1, 1, 1, 0, 4]
+    assert rows["match_mla"][3] == rows["shard_dcp"][3] == "-"
+    assert "kv_write 0->1" in rows["insert_kv_write"][3] and "mark_attention 1->0" in rows["absorb_mla"][3]
+    assert "kda 0->2" in rows["lower_kda"][3] and "mark_recurrence 2->0" in rows["lower_kda"][3]
+    assert "step_metadata 0->1" in rows["hoist_metadata"][3]
+    prologue, body = sum(census(graph.prologue.graph).values()), sum(census(graph.graph).values())
+    assert f"one step: 1 prologue of {prologue} calls, body of {body} calls" in text
+    assert prologue + body == counts[-1][2]
+
+
+@pytest.fixture(scope="module")
+def attention_only() -> StepGraph:
+    return capture(tiny_deepseek_v3(2, first_k_dense_replace=2))
+
+
+@pytest.mark.parametrize("tp_size, heads, collectives", [
+    (1, "replicated", "2 all_gather_into_tensor"),
+    (2, "sharded", "2 all_gather_into_tensor, 2 all_to_all_single"),
+])  # fmt: skip
+def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collectives: str) -> None:
+    group = SimpleNamespace(group_name="ranks")
+    parallel = ParallelLayout(tp_size=tp_size, tp_rank=tp_size - 1, dcp_size=2, dcp_rank=1, dcp_group=group)
+    text = dcp_compile.explain(Model(attention_only, CONFIG.replace(kv_interleave=2), parallel))
+    assert "Model: 2 MLA layers absorbed" in text and "0 recurrent layers" in text
+    assert f"ranks: dcp 2 (this is 1), tp {tp_size} (this is {tp_size - 1}), heads {heads}, interleave 2, block 4" in text
+    assert "KV cache: 320 bytes per token, 160 per token and rank; 9 pages" in text
+    assert text.endswith(f"collectives per step: {collectives}")
+    assert "recurrent state" not in text
+
+
+def test_a_model_that_is_not_optimised() -> None:
+    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM is not optimised; call dcp_compile.optimize"):
+        dcp_compile.explain(tiny_deepseek_v3(1))
