@@ -70,13 +70,14 @@ def optimize(
     _check_model(model)
     parallel = parallel_layout(settings, next(model.parameters()).device)
     facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
-    check_agreement(parallel, {**facts, "model class": type(model).__name__, "weights": weights_fingerprint(model)})
+    facts |= {"model class": type(model).__name__, "weights": weights_fingerprint(model)}
+    check_agreement(parallel.replica, facts)
 
     heads = shard_heads(model, parallel) if parallel.heads_sharded else None
     try:
         taps = tap_layers(model, draft) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
-        check_agreement(parallel, {"graph": graph_fingerprint(report.graph)})
+        check_agreement(parallel.replica, {"graph": graph_fingerprint(report.graph)})
         attach(model, engine)
     except BaseException:
         if heads is not None:

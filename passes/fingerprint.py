@@ -11,7 +11,7 @@ from .graph_tools import METADATA
 
 
 def graph_fingerprint(graph: StepGraph) -> str:
-    """Digest of every call in order; the rank number, which metadata operators carry, is left out."""
+    """Digest of every call in order, without what differs by rank: its number and the names of its groups."""
     digest = hashlib.sha256()
     for part in (graph.prologue.graph, graph.graph):
         numbers = {node: index for index, node in enumerate(part.nodes)}
@@ -20,6 +20,8 @@ def graph_fingerprint(graph: StepGraph) -> str:
             arguments = node.args
             if node.target in METADATA:
                 arguments = (*arguments[:-3], *arguments[-2:])  # .., rank, dcp_size, interleave
+            if getattr(node.target, "namespace", None) == "_c10d_functional":
+                arguments = arguments[:-1]  # .., group name
             literal = repr([a for a in arguments if not hasattr(a, "op")])
             digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode())
     return digest.hexdigest()[:16]

@@ -1,48 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making sure that all ranks of a replica are about to do the same thing."""
+"""Making sure that all ranks of a group are about to do the same thing."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RankError
-from .groups import ParallelLayout
+from .failures import answering_ranks
 
 
-def check_agreement(parallel: ParallelLayout, facts: Mapping[str, object]) -> None:
-    """Compare ``facts`` over the ranks of the replica.
+def check_agreement(group: dist.ProcessGroup | None, facts: Mapping[str, object]) -> None:
+    """Compare ``facts`` over the ranks of ``group``; None is a group of one rank.
 
     Raises:
-        RankError: on every rank, naming the ranks and the field that differ.
+        RankError: on every rank, naming the ranks and the first field that differs; or a rank does not answer.
     """
-    if parallel.replica is None:
+    if group is None:
         return
-    size = dist.get_world_size(parallel.replica)
-    gathered: list[Mapping[str, object]] = [{}] * size
-    dist.all_gather_object(gathered, dict(facts), group=parallel.replica)
+    ranks = dist.get_process_group_ranks(group)
+    gathered: list[Mapping[str, object]] = [{} for _ in ranks]
+    with answering_ranks(f"comparing {', '.join(facts)}"):
+        dist.all_gather_object(gathered, dict(facts), group=group)
     for name, wanted in gathered[0].items():
-        odd = [rank for rank in range(size) if gathered[rank].get(name) != wanted]
+        odd = [rank for rank, found in zip(ranks, gathered) if found[name] != wanted]
         if odd:
-            found = gathered[odd[0]].get(name)
+            found = gathered[ranks.index(odd[0])][name]
             raise RankError(
-                f"rank {', '.join(map(str, odd))} disagrees with rank 0 on {name}: {found!r} instead of {wanted!r}; all "
-                "ranks must load the same checkpoint and pass the same settings and inputs"
+                f"rank {', '.join(map(str, odd))} disagrees with rank {ranks[0]} on {name}: {found!r} instead of {wanted!r}; "
+                "all ranks must load the same checkpoint and pass the same settings and inputs"
             )
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def weights_fingerprint(model: nn.Module) -> str:
-    """A short digest of names, shapes and samples of every parameter: it reads 64 values of each, not all of them."""
+    """A digest of all parameters and buffers: names, shapes, the bit patterns of all values added up, and 64 of them each.
+
+    Every value is read once; a change of any one shows in the sum, two that change places in the samples.
+    """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        step = max(1, flat.numel() // 64)
-        samples = flat[::step].to(torch.float64).cpu().numpy().tobytes()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode() + samples)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        bits = tensor.detach().flatten().view(_INTEGERS[tensor.element_size()])
+        samples = bits[:: max(1, bits.numel() // 64)].cpu().numpy().tobytes()
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}".encode() + samples)
     return digest.hexdigest()[:16]
 
 

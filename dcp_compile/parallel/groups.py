@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..config import DCPConfig
 from ..errors import ConfigError
+from .agreement import check_agreement
+from .failures import answering_ranks
 
 
 @dataclass(frozen=True)
@@ -53,39 +55,49 @@ class ParallelLayout:
         if self.replica is None:
             return tensor
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, src=self.leader, group=self.replica)
+        with answering_ranks("passing on the leader's choice"):
+            dist.broadcast(tensor, src=self.leader, group=self.replica)
         return tensor
 
 
 def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
-    """Create the groups of ``config``; every rank must call it.
+    """Create the groups of ``config``; every rank must call it. Equal sizes share one group.
 
     The default process group is initialised from torchrun's environment when the program has not done so.
 
     Raises:
         ConfigError: the number of ranks does not fit tp_size and dcp_size.
+        RankError: the ranks want different sizes, or one of them does not answer.
     """
     tp_size = config.tp_size
     dcp_size = config.dcp_size if config.dcp_size is not None else tp_size
     size = max(tp_size, dcp_size)
     if size == 1:
         return ParallelLayout()
-    _initialise(size, device, config.timeout)
-    world, rank = dist.get_world_size(), dist.get_rank()
+    with answering_ranks("starting up"):
+        _initialise(size, device, config.timeout)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        timeout = timedelta(seconds=config.timeout)
+        everyone = dist.new_group(timeout=timeout)
+    check_agreement(everyone, {"tp_size": tp_size, "dcp_size": dcp_size})  # or they would wait for different groups
     if world % size:
         raise ConfigError(
             f"tp_size={tp_size} and dcp_size={dcp_size} need a multiple of {size} ranks, but {world} are running; "
             f"start the program with torchrun --nproc-per-node {size}"
         )
-    timeout = timedelta(seconds=config.timeout)
+    groups = {1: None, world: everyone}
+    with answering_ranks("forming groups"):
+        for other in (tp_size, dcp_size):
+            if other not in groups:
+                groups[other] = _own_group(other, timeout)
     return ParallelLayout(
         tp_size=tp_size,
         tp_rank=rank % tp_size,
         dcp_size=dcp_size,
         dcp_rank=rank % dcp_size,
-        tp_group=_own_group(tp_size, timeout),
-        dcp_group=_own_group(dcp_size, timeout),
-        replica=_own_group(size, timeout),
+        tp_group=groups[tp_size],
+        dcp_group=groups[dcp_size],
+        replica=groups[size],
         leader=rank // size * size,
     )
 
@@ -100,10 +112,8 @@ def _initialise(size: int, device: torch.device, timeout: float) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
 
 
-def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup | None:
+def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     """This rank's group of ``size`` consecutive ranks. Every rank creates every group, as the library requires."""
-    if size == 1:
-        return None
     own = None
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))

@@ -46,9 +46,15 @@ def shard_heads(model: nn.Module, parallel: ParallelLayout) -> ShardedHeads:
     """Keep this rank's heads of every attention layer.
 
     Raises:
-        UnsupportedModelError: the model names no parameters to split, or a dim is not divisible by tp_size. Nothing is
-            changed then.
+        UnsupportedModelError: the model names no parameters to split, or its heads do not divide over the ranks. Nothing
+            is changed then.
     """
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % parallel.tp_size:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {heads} attention heads, which do not divide over tp_size={parallel.tp_size} ranks; "
+            "choose a divisor, or tp_size=1 (replicated heads) with dcp_size > 1"
+        )
     table = getattr(model, "head_sharding", None) or TRANSFORMERS_HEAD_SHARDING
     planned = []
     for path, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..lower import StepProgram
 from ..parallel import ParallelLayout
+from ..parallel.failures import answering_ranks
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,5 @@ class DraftEngine:
             "state_slots": torch.full((len(ids),), -1, dtype=torch.int32),
             "accepted": torch.zeros(len(ids), dtype=torch.int32),
         }
-        return self.block(inputs)[0].unflatten(0, positions.shape)
+        with answering_ranks("running a draft block"):
+            return self.block(inputs)[0].unflatten(0, positions.shape)

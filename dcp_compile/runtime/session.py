@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import CapacityError
 
 from ..parallel.agreement import check_agreement, prompts_fingerprint
+from ..parallel.failures import answering_ranks
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -73,7 +74,7 @@ class Session:
             RankError: the ranks were given different prompts.
         """
         prompts = [prompt.cpu() for prompt in prompts]
-        check_agreement(self.engine.parallel, prompts_fingerprint(prompts))
+        check_agreement(self.engine.parallel.replica, prompts_fingerprint(prompts))
         self._check_step([len(prompt) for prompt in prompts])
         if any(self.lengths) or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill() starts a session with one prompt of at least one token per request")
@@ -191,7 +192,8 @@ class Session:
             "state_slots": self._state_slots,
             "accepted": torch.tensor(self._accepted, dtype=torch.int32),
         }
-        logits, *taps = program(inputs)
+        with answering_ranks("running a step"):
+            logits, *taps = program(inputs)
         self._positions, self._taps = positions, taps[0] if taps else None
         # A replayed graph writes its next logits into the same memory.
         return logits.to(torch.float32, copy=True)

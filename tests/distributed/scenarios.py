@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that disagree, die or hang, and ranks that agree: what optimize() and generate() do then.
+
+``python -m tests.distributed.scenarios NAME`` prints what each rank reports, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import dcp_compile
+from dcp_compile import DCPConfig
+from dcp_compile.parallel import parallel_layout
+from tests.distributed.ranks import run_ranks
+from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3
+
+TIMEOUT = 10.0
+CONFIG = DCPConfig(
+    dcp_size=2, block_size=8, max_batch_size=2, max_seq_len=64, num_speculative_tokens=0, timeout=TIMEOUT
+)
+SCENARIOS: dict[str, tuple[int, float, Callable[[], Any]]] = {}
+
+
+def scenario(world: int, limit: float = 240.0) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a job that runs on ``world`` ranks under its own name; ranks that are not done by then are killed."""
+
+    def register(job: Callable[[], Any]) -> Callable[[], Any]:
+        SCENARIOS[job.__name__] = (world, limit, job)
+        return job
+
+    return register
+
+
+def tiny_model(seed: int = 0) -> Any:
+    return tiny_deepseek_v3(2, seed=seed)
+
+
+def failure(job: Callable[[], Any]) -> dict[str, Any]:
+    """What ``job`` raises and after how many seconds; ``error`` is None if it does not."""
+    started = time.monotonic()
+    try:
+        job()
+    except Exception as error:
+        name, text = type(error).__name__, str(error)
+    else:
+        name, text = None, ""
+    return {"error": name, "text": text, "seconds": time.monotonic() - started}
+
+
+def generate(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    defaults = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, **{**defaults, **options})[0, len(prompt) :].tolist()
+
+
+def optimise_with(model: Any, config: DCPConfig = CONFIG) -> dict[str, Any]:
+    """The failure of optimize(), with whether it left the model alone."""
+    kind, parameters = type(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = failure(lambda: dcp_compile.optimize(model, config=config))
+    same = type(model) is kind and all(model.state_dict()[name].equal(tensor) for name, tensor in parameters.items())
+    return {**found, "unchanged": same}
+
+
+@scenario(2)
+def other_weights() -> list:
+    """One element of one weight differs, one of a buffer, a parameter's name, and the model's class."""
+    odd = dist.get_rank() == 1
+    weight, buffer = tiny_model(), tiny_model()
+    with torch.no_grad():
+        if odd:
+            weight.model.layers[1].mlp.experts.down_proj.view(-1)[12_345] += 1e-3
+            buffer.model.layers[1].mlp.gate.e_score_correction_bias[3] += 1e-3
+    return [
+        optimise_with(weight),
+        optimise_with(buffer),
+        optimise_with(tiny_deepseek_v3(3) if odd else tiny_model()),
+        optimise_with(tiny_kimi_k3(2) if odd else tiny_model()),
+    ]
+
+
+@scenario(2)
+def other_settings() -> dict:
+    """One rank has another value of one setting."""
+    values = {
+        "block_size": 16, "kv_interleave": 4, "max_batch_size": 3, "max_seq_len": 65, "prefill_chunk": 32,
+        "decode_layout": "flattened", "num_speculative_tokens": 2, "timeout": 11.0,
+    }  # fmt: skip
+    odd = dist.get_rank() == 1
+    return {
+        name: optimise_with(tiny_model(), CONFIG.replace(**({name: value} if odd else {})))
+        for name, value in values.items()
+    }
+
+
+@scenario(4)
+def other_sizes() -> dict:
+    """Ranks that would form different groups."""
+    rank = dist.get_rank()
+    return {
+        "dcp_size": optimise_with(tiny_model(), CONFIG.replace(dcp_size=2 if rank == 2 else 4)),
+        "tp_size": optimise_with(tiny_model(), CONFIG.replace(dcp_size=2, tp_size=4 if rank == 3 else 2)),
+    }
+
+
+@scenario(2)
+def other_prompts() -> list:
+    """One rank is given another token, a longer prompt, another number of prompts; then all are given the same."""
+    odd = dist.get_rank() == 1
+    model = dcp_compile.optimize(tiny_model(), config=CONFIG)
+
+    def run(prompt: list[int], rows: int = 1) -> Any:
+        return model.generate(torch.tensor([prompt] * rows), max_new_tokens=3, do_sample=False, eos_token_id=None)
+
+    return [
+        failure(lambda: run([5, 6, 8 if odd else 7])),
+        failure(lambda: run([5, 6, 7, 8] if odd else [5, 6, 7])),
+        failure(lambda: run([5, 6, 7], rows=2 if odd else 1)),
+        failure(lambda: run([5, 6, 7], rows=2)),
+    ]
+
+
+@scenario(2)
+def no_group_on_one_rank() -> dict:
+    """One rank works alone and does not know that the other waits for it."""
+    alone = dist.get_rank() == 1
+    found = optimise_with(tiny_model(), CONFIG.replace(dcp_size=1 if alone else 2))
+    if alone:
+        time.sleep(TIMEOUT + 2)  # its exit would free the other one at once
+    return found
+
+
+@scenario(4)
+def groups() -> dict:
+    """Where each rank stands, for every way to divide four ranks; and that three ranks of two make no sense."""
+
+    def ranks(group: Any) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    def place(tp: int, dcp: int | None) -> list:
+        found = parallel_layout(CONFIG.replace(tp_size=tp, dcp_size=dcp), torch.device("cpu"))
+        sent = found.broadcast(torch.tensor([dist.get_rank()]))
+        return [
+            found.tp_rank, found.dcp_rank, ranks(found.tp_group), ranks(found.dcp_group), ranks(found.replica),
+            found.leader, found.is_leader, int(sent), found.heads_sharded,
+        ]  # fmt: skip
+
+    return {
+        "tp 1, dcp 1": place(1, 1),
+        "tp 1, dcp 2": place(1, 2),
+        "tp 2, dcp 1": place(2, 1),
+        "tp 2, dcp 2": place(2, 2),
+        "tp 1, dcp 4": place(1, 4),
+        "tp 4, dcp 2": place(4, 2),
+        "tp 4, dcp 4": place(4, 4),
+        "tp 4, any dcp": place(4, None),
+        "tp 1, dcp 3": failure(lambda: place(1, 3)),
+        "tp 8, dcp 2": failure(lambda: place(8, 2)),
+    }
+
+
+@scenario(4)
+def heads_over_four_ranks() -> dict:
+    """optimize() and generate() with sharded heads on two DCP groups, then undone: the model is as before."""
+    model = tiny_model()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompt = [5, 9, 11, 3, 70]
+    plain = generate(model, prompt)
+    dcp_compile.optimize(model, config=CONFIG.replace(tp_size=4))
+    compiled = generate(model, prompt)
+    dcp_compile.unoptimize(model)
+    restored = all(model.state_dict()[name].equal(tensor) for name, tensor in state.items())
+    return {"same": compiled == plain, "restored": restored, "after": generate(model, prompt) == plain}
+
+
+@scenario(2)
+def heads_that_do_not_divide() -> list:
+    """Three heads over two ranks, and a model whose recurrent heads no table names."""
+    from tests.tiny_models import tiny_kimi_linear
+
+    config = CONFIG.replace(tp_size=2)
+    three = tiny_deepseek_v3(2, num_attention_heads=3, num_key_value_heads=3)
+    return [optimise_with(three, config), optimise_with(tiny_kimi_linear(2), config)]
+
+
+class _Interrupt(LogitsProcessor):
+    """Sends this process a signal when the sequence has ``length`` tokens."""
+
+    def __init__(self, number: signal.Signals, length: int) -> None:
+        self.number, self.length = number, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self.length:
+            os.kill(os.getpid(), self.number)
+        return scores
+
+
+def _decode_until(number: signal.Signals, lost_rank: int) -> dict:
+    """Generate for long; the lost rank gets a signal after a few tokens, the others report their failure."""
+    model = tiny_model()
+    dcp_compile.optimize(model, config=CONFIG.replace(dcp_size=dist.get_world_size()))
+    processors = LogitsProcessorList([_Interrupt(number, 9)] if dist.get_rank() == lost_rank else [])
+    return failure(lambda: generate(model, [5, 6, 7], max_new_tokens=50, logits_processor=processors))
+
+
+@scenario(2)
+def leader_is_killed() -> dict:
+    return _decode_until(signal.SIGKILL, 0)
+
+
+@scenario(4)
+def follower_is_killed() -> dict:
+    return _decode_until(signal.SIGKILL, 2)
+
+
+@scenario(2, limit=60.0)
+def follower_hangs() -> dict:
+    return _decode_until(signal.SIGSTOP, 1)
+
+
+@scenario(2)
+def rank_dies_while_optimising() -> dict:
+    """One rank is gone before it has agreed to anything."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return optimise_with(tiny_model())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    world, limit, job = SCENARIOS[sys.argv[1]]
+    json.dump(run_ranks(world, job, timeout=limit), sys.stdout)
