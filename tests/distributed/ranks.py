@@ -7,6 +7,7 @@ Fork from a fresh process (a script), never from one that may hold threads or pr
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -23,11 +24,15 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("fork")
 
 
-def run_ranks(world: int, job: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+def run_ranks(
+    world: int, job: Callable[..., Any], *arguments: Any, timeout: float = 300.0, patience: float = math.inf
+) -> list[Any]:
     """``job(*arguments)`` on every rank of a gloo group; its results, which must be JSON, by rank.
 
-    A rank that raises, dies or is not done after ``timeout`` seconds gives a string that says so instead; no rank outlives
-    the call.
+    A rank that raises, dies or is not done in time gives a string that says so instead; no rank outlives the call.
+
+    Args:
+        timeout: seconds for all of them. patience: seconds the others get once a rank is done.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +44,10 @@ def run_ranks(world: int, job: Callable[..., Any], *arguments: Any, timeout: flo
             process.start()
             sender.close()
             ranks.append((process, receiver))
-        results = [_receive(process, receiver, deadline) for process, receiver in ranks]
+        results = []
+        for process, receiver in ranks:
+            results.append(_receive(process, receiver, deadline))
+            deadline = min(deadline, time.monotonic() + patience)
         for process, _ in ranks:
             process.join(max(0.1, deadline - time.monotonic()))
             if process.is_alive():

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that disagree, die or hang, and ranks that agree: what optimize() and generate() do then.
 
-``python -m tests.distributed.scenarios NAME`` prints what each rank reports, as JSON.
+``python -m tests.distributed.scenarios NAME ...`` prints what each rank reports, by scenario, as JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import dcp_compile
 from dcp_compile import DCPConfig
+from dcp_compile.capture import StepGraph, capture
+from dcp_compile.compiler import compile_graph
+from dcp_compile.generation.patch import attach
 from dcp_compile.parallel import parallel_layout
 from tests.distributed.ranks import run_ranks
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3
@@ -31,11 +35,11 @@ CONFIG = DCPConfig(
 SCENARIOS: dict[str, tuple[int, float, Callable[[], Any]]] = {}
 
 
-def scenario(world: int, limit: float = 240.0) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a job that runs on ``world`` ranks under its own name; ranks that are not done by then are killed."""
+def scenario(world: int, patience: float = 60.0) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a job that runs on ``world`` ranks under its own name; see run_ranks for ``patience``."""
 
     def register(job: Callable[[], Any]) -> Callable[[], Any]:
-        SCENARIOS[job.__name__] = (world, limit, job)
+        SCENARIOS[job.__name__] = (world, patience, job)
         return job
 
     return register
@@ -43,6 +47,20 @@ def scenario(world: int, limit: float = 240.0) -> Callable[[Callable[[], Any]], 
 
 def tiny_model(seed: int = 0) -> Any:
     return tiny_deepseek_v3(2, seed=seed)
+
+
+@functools.cache
+def compiled_step() -> tuple[Any, StepGraph]:
+    """A model and its captured step; ranks that are forked after the first call share them."""
+    model = tiny_model()
+    return model, capture(model)
+
+
+def compiled_model(config: DCPConfig) -> Any:
+    """What optimize() makes of ``tiny_model()``, without tracing it on every rank."""
+    model, step = compiled_step()
+    attach(model, compile_graph(step, config, parallel_layout(config, torch.device("cpu")))[0])
+    return model
 
 
 def failure(job: Callable[[], Any]) -> dict[str, Any]:
@@ -116,7 +134,7 @@ def other_sizes() -> dict:
 def other_prompts() -> list:
     """One rank is given another token, a longer prompt, another number of prompts; then all are given the same."""
     odd = dist.get_rank() == 1
-    model = dcp_compile.optimize(tiny_model(), config=CONFIG)
+    model = compiled_model(CONFIG)
 
     def run(prompt: list[int], rows: int = 1) -> Any:
         return model.generate(torch.tensor([prompt] * rows), max_new_tokens=3, do_sample=False, eos_token_id=None)
@@ -206,8 +224,7 @@ class _Interrupt(LogitsProcessor):
 
 def _decode_until(number: signal.Signals, lost_rank: int) -> dict:
     """Generate for long; the lost rank gets a signal after a few tokens, the others report their failure."""
-    model = tiny_model()
-    dcp_compile.optimize(model, config=CONFIG.replace(dcp_size=dist.get_world_size()))
+    model = compiled_model(CONFIG.replace(dcp_size=dist.get_world_size()))
     processors = LogitsProcessorList([_Interrupt(number, 9)] if dist.get_rank() == lost_rank else [])
     return failure(lambda: generate(model, [5, 6, 7], max_new_tokens=50, logits_processor=processors))
 
@@ -222,7 +239,7 @@ def follower_is_killed() -> dict:
     return _decode_until(signal.SIGKILL, 2)
 
 
-@scenario(2, limit=60.0)
+@scenario(2, patience=1.0)
 def follower_hangs() -> dict:
     return _decode_until(signal.SIGSTOP, 1)
 
@@ -237,5 +254,9 @@ def rank_dies_while_optimising() -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    world, limit, job = SCENARIOS[sys.argv[1]]
-    json.dump(run_ranks(world, job, timeout=limit), sys.stdout)
+    compiled_step()
+    reports = {}
+    for name in sys.argv[1:]:
+        world, patience, job = SCENARIOS[name]
+        reports[name] = run_ranks(world, job, patience=patience)
+    json.dump(reports, sys.stdout)

@@ -14,6 +14,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
+def run_scenarios(*names: str) -> dict[str, list]:
+    """What every rank of the named scenarios reports (see scenarios.py), by scenario."""
+    return run_script("tests.distributed.scenarios", *names)
+
+
 def run_script(module: str, *arguments: str, request: Any = None, timeout: float = 400.0) -> Any:
     """The JSON that ``python -m module arguments`` prints, ``request`` being its input.
 

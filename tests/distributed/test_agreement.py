@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from dcp_compile.parallel.agreement import check_agreement, prompts_fingerprint, weights_fingerprint
-from tests.distributed.scripts import run_script
+from tests.distributed.scripts import run_scenarios
 
-SCENARIOS = "tests.distributed.scenarios"
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list]:
+    return run_scenarios("other_weights", "other_settings", "other_sizes", "other_prompts")
 
 
 def assert_all_refuse(reports: list[dict], rank: int, field: str) -> None:
@@ -20,30 +23,28 @@ def assert_all_refuse(reports: list[dict], rank: int, field: str) -> None:
         assert report.get("unchanged", True)
 
 
-def test_other_weights_or_another_model() -> None:
-    reports = run_script(SCENARIOS, "other_weights")
-    for case, field in zip(zip(*reports, strict=True), ("weights", "weights", "weights", "model class"), strict=True):
+def test_other_weights_or_another_model(reports: dict[str, list]) -> None:
+    fields = ("weights", "weights", "weights", "model class")
+    for case, field in zip(zip(*reports["other_weights"], strict=True), fields, strict=True):
         assert_all_refuse(case, 1, field)
 
 
-def test_other_settings() -> None:
-    first, second = run_script(SCENARIOS, "other_settings")
+def test_other_settings(reports: dict[str, list]) -> None:
+    first, second = reports["other_settings"]
     assert len(first) == 8
     for name in first:
         assert_all_refuse([first[name], second[name]], 1, f"config.{name}")
 
 
-def test_other_sizes_of_groups() -> None:
+def test_other_sizes_of_groups(reports: dict[str, list]) -> None:
     """Found out before ranks wait for groups that the others never form."""
-    reports = run_script(SCENARIOS, "other_sizes")
-    assert_all_refuse([report["dcp_size"] for report in reports], 2, "dcp_size")
-    assert_all_refuse([report["tp_size"] for report in reports], 3, "tp_size")
+    assert_all_refuse([report["dcp_size"] for report in reports["other_sizes"]], 2, "dcp_size")
+    assert_all_refuse([report["tp_size"] for report in reports["other_sizes"]], 3, "tp_size")
 
 
-def test_other_prompts() -> None:
+def test_other_prompts(reports: dict[str, list]) -> None:
     """The pages of refused calls are free again: a later call that needs all of them runs."""
-    reports = run_script(SCENARIOS, "other_prompts")
-    ids, lengths, rows, same = zip(*reports, strict=True)
+    ids, lengths, rows, same = zip(*reports["other_prompts"], strict=True)
     assert_all_refuse(ids, 1, "prompt ids")
     assert_all_refuse(lengths, 1, "prompt lengths")
     assert_all_refuse(rows, 1, "prompt lengths")
