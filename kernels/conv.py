@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short-convolution windows of a recurrent layer: each row's input behind the inputs before it, cached ones first."""
+"""The short-convolution windows of a recurrent layer: each row's input behind the inputs before it, cached ones too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def _inputs(x_column, positions, row, rows, row_stride, position_stride, live):
 
 
 @triton.jit
-def _history(held, record, column, kept, held_stride, record_stride, live, HISTORY: tl.constexpr, RECORDS: tl.constexpr):
+def _history(
+    held, record, column, kept, held_stride, record_stride, live, HISTORY: tl.constexpr, RECORDS: tl.constexpr
+):
     """Columns ``[channels, len(column)]`` of the history after ``kept`` of the recorded inputs moved into it."""
     source = column + kept
     past = (column < HISTORY) & (source < HISTORY)
@@ -174,8 +176,8 @@ def conv_window_verify(
     """Launcher of ``dcp::conv_window_verify``; shapes as in :func:`conv_window`, and:
 
     Args:
-        pending: ``[N, C, M]`` inputs of the previous verify step, replaced by the S <= M inputs of this one (zeros after
-            them and in padded rows).
+        pending: ``[N, C, M]`` inputs of the previous verify step, replaced by the S <= M inputs of this one (zeros
+            after them and in padded rows).
         accepted: ``[B]`` int32 in ``[0, M]``: pending inputs that are first shifted into conv_state.
 
     Raises:

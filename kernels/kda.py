@@ -36,8 +36,8 @@ def normalised(x, valid, L2NORM: tl.constexpr):
 def delta_step(state, q, k, v, g, beta):
     """One token on ``state [K, V]``: returns the new state, the correction u ``[V]`` and the output ``[V]``.
 
-    The output is S^T q of the new state S = S' + k u^T, taken as S'^T q + u (k . q): both products then read the decayed
-    state S' and do not wait for each other.
+    The output is S^T q of the new state S = S' + k u^T, taken as S'^T q + u (k . q): both products then read the
+    decayed state S' and do not wait for each other.
     """
     state = state * tl.exp(g)[:, None]
     u = beta * (v - tl.sum(state * k[:, None], 0))
@@ -121,7 +121,8 @@ def _kda(
         touched = touched | valid
         q_row = normalised(q_row, valid, L2NORM) * SCALE
         k_row = normalised(k_row, valid, L2NORM)
-        v_row, g_row, strength = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0), tl.where(valid, strength, 0.0)
+        v_row, g_row = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0)
+        strength = tl.where(valid, strength, 0.0)
         s, _, o = delta_step(s, q_row, k_row, v_row, g_row, strength)
         tl.store(out, o.to(out.dtype.element_ty), mask=j < V)
         out += heads * V
@@ -144,7 +145,8 @@ def kda(
     """Launcher of ``dcp::kda``; every valid row is committed into ``state``.
 
     Args:
-        q, k: ``[B, S, H, K]``. v: ``[B, S, H, V]``. g: ``[B, S, H, K]`` log decay. beta: ``[B, S, H]`` after the sigmoid.
+        q, k: ``[B, S, H, K]``. v: ``[B, S, H, V]``. g: ``[B, S, H, K]`` log decay. beta: ``[B, S, H]`` after the
+            sigmoid.
         state: ``[N, H, K, V]`` float32, updated in place. Slots of one call must differ.
         state_slots: ``[B]``, -1 = padded request. positions: ``[B, S]``, -1 = padded row. All tensors may be strided.
 

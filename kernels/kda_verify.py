@@ -121,7 +121,8 @@ def _kda_verify(
         following = load_token(q, k, v, g, beta, positions, i < K, j < V, row + 1 < rows)  # under this token's work
         q_row = normalised(q_row, valid, L2NORM) * SCALE
         k_row = normalised(k_row, valid, L2NORM)
-        v_row, g_row, strength = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0), tl.where(valid, strength, 0.0)
+        v_row, g_row = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0)
+        strength = tl.where(valid, strength, 0.0)
         s, u_row, o = delta_step(s, q_row, k_row, v_row, g_row, strength)
         tl.store(out, o.to(out.dtype.element_ty), mask=j < V)
         tl.store(u_record, u_row, mask=in_v)
@@ -205,8 +206,8 @@ def kda_verify(
     """Launcher of ``dcp::kda_verify``; shapes as in :func:`kda`, and:
 
     Args:
-        pending_k, pending_g: ``[N, M, H, K]``, pending_u: ``[N, M, H, V]``, float32, replaced by the S <= M rows of this
-            step (zeros after them and in padded rows).
+        pending_k, pending_g: ``[N, M, H, K]``, pending_u: ``[N, M, H, V]``, float32, replaced by the S <= M rows of
+            this step (zeros after them and in padded rows).
         accepted: ``[B]`` int32 in ``[0, M]``: pending rows that are first committed into ``state``.
 
     Returns:

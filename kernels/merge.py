@@ -64,7 +64,7 @@ def _merge(
 
 
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge ``outs [N, T, H, R]`` and ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
+    """Merge ``outs [N, T, H, R]``, ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
 
     Parts with LSE -inf, +inf or NaN are not read. The type of ``out`` may differ from that of ``outs``.
     """

@@ -2,8 +2,8 @@
 """Partial MLA attention on Hopper: a warp-specialised Gluon kernel for latent 512 + rope 64.
 
 One program takes 64 (row, head) pairs of one request and one split of its keys, 64 keys (a block) at a time. Four
-partitions work on it: the *scores* warpgroup (S = Q K^T and the softmax), two *values* warpgroups (O += P V, half of the
-latent columns each), and a producer warp that streams keys through TMA. They meet at mbarriers:
+partitions work on it: the *scores* warpgroup (S = Q K^T and the softmax), two *values* warpgroups (O += P V, half of
+the latent columns each), and a producer warp that streams keys through TMA. They meet at mbarriers:
 
 * A block occupies one of two stages: four chunks of 128 latent columns, and the rope columns. Each chunk has a barrier
   for "full" and one for "empty", so that scores start on the first chunk that arrives and a chunk is replaced as soon
@@ -70,7 +70,8 @@ def _producer(keys, buffers, barriers, plan, PAGE: gl.constexpr):
         stage = j & 1
         phase = ((j >> 1) & 1) ^ 1
         line = page * page_lines + (first + j) % per_page * BLOCK
-        _fetch(rope_keys, line, LATENT, ROPE, rope_full.index(stage), rope_empty.index(stage), k_rope.index(stage), phase)
+        full, empty = rope_full.index(stage), rope_empty.index(stage)
+        _fetch(rope_keys, line, LATENT, ROPE, full, empty, k_rope.index(stage), phase)
         following = first + j + 1
         page = gl.load(table_row + following // per_page * column_stride, mask=j + 1 < blocks, other=0)
         for half in gl.static_range(2):  # the values warpgroups start at chunks 0 and 2: serve these first
@@ -148,11 +149,10 @@ def _scores(buffers, barriers, couples, seen, opaque_zero, FACTOR: gl.constexpr)
     mbarrier.wait(q_full, 0)
     for i in range(couples):
         phase = i & 1
-        zero_index = (i * opaque_zero) & 1
-        even = zero_index  # stage 0
+        even = (i * opaque_zero) & 1  # stage 0
         odd = even ^ 1
-        s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, even, phase, zero, zero_index)
-        s1 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, odd, phase, zero, zero_index)
+        s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, even, phase, zero, even)
+        s1 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, odd, phase, zero, even)
         s0 = warpgroup_mma_wait(5, deps=[s0])
         top, total = _softmax(s0, top, total, even, buffers, barriers, FACTOR)
         _publish(p_full, even)
@@ -166,7 +166,8 @@ def _scores(buffers, barriers, couples, seen, opaque_zero, FACTOR: gl.constexpr)
     for j in range((longest + BLOCK - 1) // BLOCK):
         stage = j & 1
         start = j * BLOCK
-        s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, stage, (couples + (j >> 1)) & 1, zero, j * opaque_zero)
+        phase = (couples + (j >> 1)) & 1
+        s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, stage, phase, zero, j * opaque_zero)
         s0 = warpgroup_mma_wait(0, deps=[s0])
         s0 = gl.where((start + key)[None, :] < bound[:, None], s0, float("-inf"))
         top, total = _softmax(s0, top, total, stage, buffers, barriers, FACTOR)
@@ -376,7 +377,7 @@ def _launch(
         raise BackendError(f"block_size {page} is not a multiple of {BLOCK.value}; choose one, or use triton")
     if unit != 1 or page_stride % line_stride or line_stride % 8 or kv_cache.data_ptr() % 16:
         raise BackendError(
-            f"cache strides {kv_cache.stride()}: lines must be dense, 16-byte aligned, and pages a whole number of lines apart"
+            f"cache strides {kv_cache.stride()}: lines must be dense, 16-byte aligned, and pages whole lines apart"
         )
     if batch and rows % batch:
         raise BackendError(f"{rows} rows for {batch} requests: every request must have the same number of rows")
@@ -443,7 +444,8 @@ def mla_rows(
         splits: programs that share the keys of a row; None chooses from the shapes.
 
     Returns:
-        ``(out [T, H, 512] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty row.
+        ``(out [T, H, 512] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty
+        row.
 
     Raises:
         BackendError: sizes, types or strides the kernel is not made for.

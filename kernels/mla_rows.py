@@ -248,7 +248,8 @@ def mla_rows(
         splits: programs that share the keys of a row; None chooses from the shapes.
 
     Returns:
-        ``(out [T, H, R] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty row.
+        ``(out [T, H, R] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty
+        row.
     """
     return _launch(q_latent, q_rope, kv_cache, block_table, requests, None, bounds, scale, kv_scale, splits)
 

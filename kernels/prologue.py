@@ -48,7 +48,8 @@ def _step_metadata(
     last = position
     if BIDIRECTIONAL:
         for other in range(rows):
-            last = tl.maximum(last, tl.load(request_positions + other * position_stride_s, mask=position >= 0, other=-1))
+            neighbour = tl.load(request_positions + other * position_stride_s, mask=position >= 0, other=-1)
+            last = tl.maximum(last, neighbour)
     bound = local_length(tl.maximum(last, -1) + 1, RANK, DCP_SIZE, INTERLEAVE)
     table_row = block_table + request.to(tl.int64) * table_stride_b
     slot = cp_local_slot(position, table_row, table_stride_w, columns, BLOCK_SIZE, RANK, DCP_SIZE, INTERLEAVE)
@@ -115,8 +116,8 @@ def step_metadata(
     """Launcher of ``dcp::step_metadata``.
 
     Args:
-        positions: ``[B, S]``, -1 = padded row. block_table: ``[B, columns]``. prefix_lengths: ``[B]`` tokens. Any strides,
-            any integer type.
+        positions: ``[B, S]``, -1 = padded row. block_table: ``[B, columns]``. prefix_lengths: ``[B]`` tokens. Any
+            strides, any integer type.
 
     Returns:
         ``(bounds [T] int32, requests [T] int32, slots [T] int64, prefix_bounds [B] int32)``, T = B * S.

@@ -38,7 +38,7 @@ _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test that asks for ``seed`` fresh seeds; the number is ``@pytest.mark.seeds(n)``, and DCP_SEED fixes them."""
+    """Give a test that asks for ``seed`` fresh seeds: ``@pytest.mark.seeds(n)`` of them; DCP_SEED fixes the seed."""
     if "seed" not in metafunc.fixturenames:
         return
     mark = metafunc.definition.get_closest_marker("seeds")

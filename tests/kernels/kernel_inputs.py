@@ -20,14 +20,15 @@ def strided(tensor: Tensor, draw: random.Random) -> Tensor:
     if kind == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     around = float("nan") if tensor.is_floating_point() else -77
-    wide = torch.full([size + draw.randint(1, 3) for size in tensor.shape], around, dtype=tensor.dtype, device=tensor.device)
+    larger = [size + draw.randint(1, 3) for size in tensor.shape]
+    wide = torch.full(larger, around, dtype=tensor.dtype, device=tensor.device)
     window = wide[tuple(slice(1, size + 1) for size in tensor.shape)]
     window.copy_(tensor)
     return window
 
 
 def step_positions(draw: random.Random, batch: int, rows: int, longest: int) -> Tensor:
-    """Positions ``[B, S]`` int64: consecutive, padded before the first token or after the last, or padded altogether."""
+    """Positions ``[B, S]`` int64: consecutive, padded before the first token or after the last, or altogether."""
     positions = torch.full((batch, rows), -1)
     for request in range(batch):
         kind = draw.choice(["full", "left", "right", "empty"])

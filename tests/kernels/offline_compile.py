@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for Hopper as their launchers would, on a machine without a GPU.
 
-Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared"}``. ``stack`` is bytes of local memory
-per thread: spilled registers. It runs in a process of its own because the other kernel tests interpret Triton.
+Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared"}``. ``stack`` is bytes of
+local memory per thread: spilled registers. It runs in a process of its own because the other kernel tests interpret
+Triton.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 def cases() -> dict[str, Callable[[], object]]:
     """Launches at the sizes of a large model: 96 heads, latent 512, rope 64, 128-wide recurrent heads."""
 
-    def attend(call, batch, rows, dtype=torch.bfloat16, kv_dtype=None, page=64):
-        q = torch.empty(batch * rows, 96, 576, dtype=dtype)
+    def attend(call, batch, rows, dtype=torch.bfloat16, kv_dtype=None, page=64, heads=96):
+        q = torch.empty(batch * rows, heads, 576, dtype=dtype)
         cache = torch.empty(3, page, 576, dtype=kv_dtype or dtype)
         table = torch.empty(batch, 64, dtype=torch.int32)
         per_row, per_request = torch.empty(batch * rows, dtype=torch.int32), torch.empty(batch, dtype=torch.int32)
@@ -114,6 +115,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "hopper rows, unsplit": lambda: attend(mla_hopper.mla_rows, 32, 8),
         "hopper rows, odd": lambda: attend(mla_hopper.mla_rows, 3, 5, torch.float16, page=128),
         "hopper rows, long": lambda: attend(mla_hopper.mla_rows, 1, 256),
+        "hopper rows, few heads": lambda: attend(mla_hopper.mla_rows, 1, 8, heads=12),
+        "hopper rows, draft": lambda: attend(mla_hopper.mla_rows, 4, 7, heads=64),
         "hopper prefix, one": lambda: attend(mla_hopper.mla_prefix, 1, 1),
         "hopper prefix, verify": lambda: attend(mla_hopper.mla_prefix, 8, 8),
         "rows, one": lambda: attend(mla_rows, 1, 1),

@@ -113,7 +113,7 @@ class Barrier:
         time.sleep(_thread.delay)
         with self.changed:
             if not self.changed.wait_for(lambda: self.phase % 2 != int(parity), TIMEOUT):
-                raise TimeoutError(f"waited for the end of a phase of parity {int(parity)}; {self.phase} phases have ended")
+                raise TimeoutError(f"waited for a phase of parity {int(parity)} to end; {self.phase} phases have")
 
 
 class Barriers:

@@ -69,7 +69,8 @@ def test_rejecting_drafts_restores_the_window(device: str) -> None:
     state = torch.tensor([[[5.0, 6, 7]]], device=device)
     pending = torch.zeros(1, 1, 4, device=device)
     slots, none = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    x, positions = torch.tensor([8.0, 9, 10, 11], device=device)[:, None, None], torch.arange(7, 11, device=device)[None]
+    x = torch.tensor([8.0, 9, 10, 11], device=device)[:, None, None]
+    positions = torch.arange(7, 11, device=device)[None]
     windows = conv_window_verify(x, state, pending, none, slots, positions)
     assert windows.tolist() == [[[5, 6, 7, 8]], [[6, 7, 8, 9]], [[7, 8, 9, 10]], [[8, 9, 10, 11]]]
     assert state.tolist() == [[[5, 6, 7]]]

@@ -18,7 +18,11 @@ from dcp_compile.ops import kda as reference
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 CLOSE = dict(rtol=2e-5, atol=2e-5)
-OUT_CLOSE = {torch.float32: CLOSE, torch.float16: dict(rtol=2e-3, atol=2e-3), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
+OUT_CLOSE = {
+    torch.float32: CLOSE,
+    torch.float16: dict(rtol=2e-3, atol=2e-3),
+    torch.bfloat16: dict(rtol=2e-2, atol=2e-2),
+}
 
 
 def rows_of(positions: Tensor, heads: int, width: int, values: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -159,7 +163,8 @@ def test_full_width(draw: random.Random, rows: int) -> None:
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     inputs = rows_of(positions, heads, width, width, torch.bfloat16)
     state, accepted = torch.randn(5, heads, width, width), torch.tensor([0, rows, 1], dtype=torch.int32)
-    pending = [torch.randn(5, rows, heads, width) / 11, torch.randn(5, rows, heads, width), -torch.rand(5, rows, heads, width)]
+    pending = [torch.randn(5, rows, heads, width) for _ in range(3)]
+    pending = [pending[0] / 11, pending[1], -pending[2].abs()]
     want_pools = [t.double() for t in (state, *pending)]
     args = (accepted, slots, positions)
     pools, on_gpu, indices = ([t.cuda() for t in group] for group in ((state, *pending), inputs, args))

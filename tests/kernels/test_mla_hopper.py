@@ -115,7 +115,7 @@ def test_prefix(draw: random.Random, device: str, hopper: ModuleType) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 129, 191, 192, 193, 256, 257])
 def test_every_end_of_a_split(device: str, hopper: ModuleType, length: int) -> None:
-    """Odd and even numbers of blocks, whole and partial last blocks, for every number of splits up to past the blocks."""
+    """Odd and even numbers of blocks, whole and partial last blocks, up to more splits than blocks."""
     draw = random.Random(length)
     torch.manual_seed(length)
     pool, table = make_cache(draw, [length], 64, torch.float16)

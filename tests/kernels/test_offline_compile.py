@@ -33,7 +33,8 @@ def test_resources() -> None:
     assert output.returncode == 0, output.stderr[-4000:]
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
-        "_mla_hopper", "_mla", "_merge", "_kda", "_kda_verify", "_keep_records", "_conv_window", "_step_metadata", "_kv_write",
+        "_mla_hopper", "_mla", "_merge", "_kda", "_kda_verify", "_keep_records", "_conv_window", "_step_metadata",
+        "_kv_write",
     }  # fmt: skip
     for entry in report:
         allowed = PORTABLE_SPILLS.get(entry["case"], 0) if entry["kernel"] == "_mla" else 0
