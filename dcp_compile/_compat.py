@@ -96,7 +96,9 @@ class Fakes:
             if place is not None and not place.filename.startswith(library):
                 fixed.append(f"{guard.expr} ({place.filename}:{place.lineno})")
         if fixed:
-            raise CaptureError(f"{name} computes differently for different numbers of rows; the trace needs {', '.join(fixed)}")
+            raise CaptureError(
+                f"{name} computes differently for different numbers of rows; the trace needs {', '.join(fixed)}"
+            )
 
 
 def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.GraphModule:
@@ -195,7 +197,9 @@ def recurrence_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
     transformers calls them by their global name (``chunk_*`` for several tokens, ``recurrent_*`` for one); they are
     recognised by their arguments, so that no model is named here.
     """
-    modules = {sys.modules[type(layer).__module__] for layer in model.modules() if type(layer).__module__ in sys.modules}
+    modules = {
+        sys.modules[type(layer).__module__] for layer in model.modules() if type(layer).__module__ in sys.modules
+    }
     found = []
     for module in sorted(modules, key=lambda module: module.__name__):
         for name, value in vars(module).items():

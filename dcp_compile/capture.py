@@ -118,7 +118,10 @@ class StepGraph:
             new.meta = dict(old.meta)
         return StepGraph(
             fx.GraphModule(self.module, graph),
-            *({renamed[node]: value for node, value in m.items()} for m in (self.step_inputs, self.states, self.constants)),
+            *(
+                {renamed[node]: value for node, value in m.items()}
+                for m in (self.step_inputs, self.states, self.constants)
+            ),
             outputs=self.outputs,
             model=self.model,
             sites=[renew(site) for site in self.sites],
@@ -235,8 +238,8 @@ def _marker_attention(module: nn.Module, query, key, value, attention_mask, scal
     for option in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(option) is not None:
             raise UnsupportedModelError(
-                f"layer {module.layer_idx} ({type(module).__name__}): attention option {option}={kwargs[option]} cannot be "
-                "absorbed into MLA decoding"
+                f"layer {module.layer_idx} ({type(module).__name__}): attention option {option}={kwargs[option]} cannot "
+                "be absorbed into MLA decoding"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return torch.ops.dcp.mark_attention(query, key, value, module.layer_idx, scale), None

@@ -55,7 +55,9 @@ def compile_model(
     """
     captured = capture(model, ("taps",), tap_layers=tap_layers) if tap_layers else capture(model)
     if not any(ref.kind == "kv_cache" for ref in captured.states.values()):
-        raise UnsupportedModelError(f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for"
+        )
     engine, report = compile_graph(captured, config, parallel)
     engine.tap_layers = tap_layers
     return engine, report
@@ -175,7 +177,9 @@ def _check_available(config: DCPConfig, device: torch.device) -> None:
             "32-bit type"
         )
     if config.cuda_graphs is True and device.type != "cuda":
-        raise ConfigError(f"cuda_graphs=True on a {device.type} device: there are no graphs to capture; leave it \"auto\"")
+        raise ConfigError(
+            f'cuda_graphs=True on a {device.type} device: there are no graphs to capture; leave it "auto"'
+        )
 
 
 def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:

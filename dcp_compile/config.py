@@ -109,4 +109,6 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 def _check_dtype(name: str, value: object) -> None:
     dtype = getattr(torch, value, None) if isinstance(value, str) else None
     if value != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f'{name}={value!r} must be "auto" or the name of a floating-point torch dtype, such as "bfloat16"')
+        raise ConfigError(
+            f'{name}={value!r} must be "auto" or the name of a floating-point torch dtype, such as "bfloat16"'
+        )

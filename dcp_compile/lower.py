@@ -61,7 +61,9 @@ def _known(graph: StepGraph) -> set[fx.Node]:
     return {*graph.step_inputs, *graph.states, *graph.constants}
 
 
-def _reader(graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]) -> Callable[[Mapping[str, Tensor]], object]:
+def _reader(
+    graph: StepGraph, node: fx.Node, states: Mapping[StateRef, Tensor]
+) -> Callable[[Mapping[str, Tensor]], object]:
     """How one graph input is obtained from the step inputs."""
     if node in graph.step_inputs:
         name, device = graph.step_inputs[node], node.meta["val"].device

@@ -74,7 +74,11 @@ def _memory(engine, dcp_size: int) -> list[str]:
 
 def _collectives(graph) -> str:
     counts = Counter(
-        {name.split("::")[1]: count for name, count in census(graph.graph).items() if name.startswith("_c10d_functional::")}
+        {
+            name.split("::")[1]: count
+            for name, count in census(graph.graph).items()
+            if name.startswith("_c10d_functional::")
+        }
     )
     counts.pop("wait_tensor", None)
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))

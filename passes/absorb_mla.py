@@ -47,7 +47,9 @@ def _describe_pool(site: MLASite, context: PassContext) -> None:
     """Give the cache input the shape of the pool it will receive."""
     stand_in = value(site.kv_cache)
     with stand_in.fake_mode:
-        site.kv_cache.meta["val"] = stand_in.new_empty(context.pages, context.block_size, site.latent_dim + site.rope_dim)
+        site.kv_cache.meta["val"] = stand_in.new_empty(
+            context.pages, context.block_size, site.latent_dim + site.rope_dim
+        )
 
 
 def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:

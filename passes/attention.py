@@ -17,7 +17,7 @@ class Attention:
     """The attention of one layer as emitted.
 
     Attributes:
-        q_latent, q_rope: its queries ``[T, H, R]``, ``[T, H, rope]``.
+        q_latent, q_rope: queries of this rank's heads ``[T, H, R]``, ``[T, H, rope]``.
         out, lse: its results ``[T, H, R]``, ``[T, H]``.
         calls: every node emitted for it, in order.
     """

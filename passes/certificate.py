@@ -80,7 +80,7 @@ def _compare(site, what: str, found: Tensor, wanted: Tensor, formula: str) -> No
 
 
 def _cut_out(site, module: fx.GraphModule):
-    """A function ``(latent, rope, weight) -> (k, v)`` that runs the cone at the traced sizes; cache markers pass through."""
+    """``(latent, rope, weight) -> (k, v)``: runs the cone at the traced sizes; cache markers pass through."""
     interior, leaves = cone([site.key, site.value], [site.latent, site.rope])
     sizes = {leaf for leaf in leaves if is_size(leaf)}
     foreign = leaves - {site.latent, site.rope, site.weight} - sizes

@@ -23,5 +23,7 @@ def graph_fingerprint(graph: StepGraph) -> str:
             if getattr(node.target, "namespace", None) == "_c10d_functional":
                 arguments = arguments[:-1]  # .., group name
             literal = repr([a for a in arguments if not hasattr(a, "op")])
-            digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode())
+            digest.update(
+                f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode()
+            )
     return digest.hexdigest()[:16]

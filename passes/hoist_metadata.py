@@ -27,7 +27,9 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
     hoistable = _hoistable(graph)
     shared = _share_common(graph.graph, hoistable)
     outputs = [
-        node for node in shared if isinstance(value(node), torch.Tensor) and any(user not in shared for user in node.users)
+        node
+        for node in shared
+        if isinstance(value(node), torch.Tensor) and any(user not in shared for user in node.users)
     ]
     needed = set(outputs)
     for node in reversed(shared):
@@ -125,7 +127,10 @@ def _fuse(prologue: fx.GraphModule, graph: StepGraph, context: PassContext) -> i
     separate = nodes_of(nodes, *targets)
     if not separate:
         return 0
-    inputs = {graph.step_inputs.get(body): node for body, node in zip(graph.prologue_inputs, nodes.find_nodes(op="placeholder"))}
+    inputs = {
+        graph.step_inputs.get(body): node
+        for body, node in zip(graph.prologue_inputs, nodes.find_nodes(op="placeholder"))
+    }
     if "prefix_lengths" not in inputs:  # the flattened layout does not read it; the fused operator does
         body = next(node for node, name in graph.step_inputs.items() if name == "prefix_lengths")
         with nodes.inserting_after(nodes.find_nodes(op="placeholder")[-1]):
@@ -150,4 +155,3 @@ def _fuse(prologue: fx.GraphModule, graph: StepGraph, context: PassContext) -> i
     nodes.lint()
     prologue.recompile()
     return 1
-

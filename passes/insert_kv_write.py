@@ -48,7 +48,9 @@ def check(graph: StepGraph, context: PassContext) -> None:
     sources = {site.kv_cache: (site.latent_new, site.rope_new) for site in graph.sites}
     for write in writes:
         if tuple(rows.args[0] for rows in write.args[:2]) != sources.get(write.args[2]):
-            raise InvariantError(f"insert_kv_write: {write.name} does not store the latent of the layer whose cache it fills")
+            raise InvariantError(
+                f"insert_kv_write: {write.name} does not store the latent of the layer whose cache it fills"
+            )
         for user in write.args[2].users:
             if user is not write and order[user] < order[write]:
                 raise InvariantError(f"insert_kv_write: {user.name} reads the cache before {write.name} fills it")

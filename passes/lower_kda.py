@@ -35,7 +35,9 @@ def check(graph: StepGraph, context: PassContext) -> None:
         raise InvariantError(f"lower_kda: marker operators left: {left}")
     for placeholder, ref in graph.states.items():
         if ref.kind in ("state", "conv_state") and len(placeholder.users) != 1:
-            raise InvariantError(f"lower_kda: {ref.kind} of layer {ref.layer} has {len(placeholder.users)} users, not 1")
+            raise InvariantError(
+                f"lower_kda: {ref.kind} of layer {ref.layer} has {len(placeholder.users)} users, not 1"
+            )
 
 
 def _describe(node: fx.Node, *shape: int) -> None:

@@ -123,15 +123,15 @@ def _candidate(attention: fx.Node, marker: fx.Node | None, model: str) -> MLASit
     rope_dim = query_dim - nope_dim
     if rest or nope_dim <= 0 or rope_dim <= 0 or value(latent).shape[-1] != latent_dim:
         raise UnsupportedModelError(
-            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: the weight above "
-            f"the value has shape {tuple(value(weight).shape)} instead of [{heads} heads x (nope + {value_dim}), "
+            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: the weight "
+            f"above the value has shape {tuple(value(weight).shape)} instead of [{heads} heads x (nope + {value_dim}), "
             f"{value(latent).shape[-1]}] with a nope size between 0 and the query's {query_dim}"
         )
     rope = _rope_key(key, rope_dim, where)
     if rope is None:
         raise UnsupportedModelError(
-            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: no part of the "
-            f"key of size {rope_dim} is shared by all heads"
+            f"{model}: {where} is not multi-head latent attention (MLA), which is all that can be optimised: no part of "
+            f"the key of size {rope_dim} is shared by all heads"
         )
     return MLASite(
         layer=layer, where=where, attention=attention, marker=marker, query=query, key=key, value=val,
@@ -162,8 +162,8 @@ def _ends(start: fx.Node, where: str, what: str, is_end: Callable[[fx.Node], boo
             pending += node.all_input_nodes
         else:
             raise MatchError(
-                f"{where}: the {what} passes through {node.target} ({node.name}) after the KV up-projection; only layout "
-                "operators can be absorbed, so this layer cannot be optimised"
+                f"{where}: the {what} passes through {node.target} ({node.name}) after the KV up-projection; only "
+                "layout operators can be absorbed, so this layer cannot be optimised"
             )
     return ends
 
@@ -173,8 +173,8 @@ def _up_projection(val: fx.Node, where: str) -> fx.Node:
     products = _ends(val, where, "value", lambda node: node.target in PRODUCTS)
     if len(products) != 1:
         raise MatchError(
-            f"{where}: expected one matrix product above the value, the KV up-projection, but found {len(products)}; this "
-            "layer cannot be optimised"
+            f"{where}: expected one matrix product above the value, the KV up-projection, but found {len(products)}; "
+            "this layer cannot be optimised"
         )
     return products[0]
 
@@ -229,7 +229,8 @@ def _check_cached(site: MLASite) -> None:
     expanded = all(site.marker in cone([x], [site.latent, site.rope])[0] for x in (site.key, site.value))
     if not all(from_cache) and not (expanded and not any(from_cache)):
         raise MatchError(
-            f"{site.where}: attention does not read what the cache returned; keys and values must come from cache.update"
+            f"{site.where}: attention does not read what the cache returned; keys and values must come from "
+            "cache.update"
         )
 
 

@@ -22,9 +22,7 @@ PASSES = (match_mla, absorb_mla, insert_kv_write, shard_dcp, lower_kda, hoist_me
 """Each module has ``run(graph, context) -> PassResult`` and ``check(graph, context)``, its post-condition."""
 
 
-def run_passes(
-    graph: StepGraph, context: PassContext, passes: Sequence[ModuleType] = PASSES
-) -> list[PassResult]:
+def run_passes(graph: StepGraph, context: PassContext, passes: Sequence[ModuleType] = PASSES) -> list[PassResult]:
     """Rewrite ``graph`` in place with ``passes``, a run of PASSES; returns one record per pass.
 
     Raises:

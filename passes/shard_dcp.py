@@ -8,6 +8,8 @@ and gathers all partials. An output and its LSE travel as one message, and the m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -16,7 +18,7 @@ from dcp_compile.errors import InvariantError
 
 from .attention import Attention, emit_attention
 from .context import PassContext, PassResult
-from .graph_tools import Emitter, aten, dcp, erase_unused, nodes_of, value
+from .graph_tools import Emitter, aten, cone, dcp, erase_unused, nodes_of, value
 
 c10d = torch.ops._c10d_functional
 
@@ -31,13 +33,15 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
         local = graph.attention[site.layer]
         emit = Emitter(graph.graph, like=local.out)
         with graph.graph.inserting_before(local.calls[0]):
-            queries = _gather_heads(emit, site, context, local) if context.heads_sharded else (local.q_latent, local.q_rope)
+            queries = (
+                _gather_heads(emit, site, context, local) if context.heads_sharded else (local.q_latent, local.q_rope)
+            )
             attention = emit_attention(emit, site, context, *queries)
             exchange = _scatter_heads if context.heads_sharded else _gather_partials
             out = exchange(emit, site, context, attention)
         local.out.replace_all_uses_with(out)
         erase_unused(graph.graph, local.calls)
-        graph.attention[site.layer] = attention
+        graph.attention[site.layer] = replace(attention, q_latent=local.q_latent, q_rope=local.q_rope)
     return PassResult("shard_dcp", len(waiting))
 
 
@@ -52,24 +56,25 @@ def check(graph: StepGraph, context: PassContext) -> None:
         merges = nodes_of(graph.graph, dcp.merge_packed.default)
         if len(merges) != len(graph.sites):
             raise InvariantError(f"shard_dcp: {len(merges)} merges for {len(graph.sites)} sites")
-        _check_order(graph, context.group)
+        _check_order(graph, collectives, merges)
 
 
-def _check_order(graph: StepGraph, group: str) -> None:
-    """Up to each layer's merge, the collectives of the DCP group are those of every other layer."""
-    calls: list[str] = []
-    first, layers = None, iter(graph.sites)
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and is_collective(node) and group in node.args:
-            calls.append(node.target.name())
-        elif node.target is dcp.merge_packed.default:
-            layer = next(layers).layer
-            first = first or (layer, calls)
-            if calls != first[1]:
-                raise InvariantError(
-                    f"shard_dcp: the collectives of layer {layer} ({calls}) differ from those of layer {first[0]} ({first[1]})"
-                )
-            calls = []
+def _check_order(graph: StepGraph, collectives: list[fx.Node], merges: list[fx.Node]) -> None:
+    """From its own queries to its merge, each layer meets the other ranks in the same collectives.
+
+    What the model itself exchanges between its attention layers is not looked at: it may use the same group.
+    """
+    first = None
+    for site, merge in zip(graph.sites, merges):
+        local = graph.attention[site.layer]
+        between, _ = cone([merge], [local.q_latent, local.q_rope])
+        calls = [node.target.name() for node in collectives if node in between]
+        first = first or (site.layer, calls)
+        if calls != first[1]:
+            raise InvariantError(
+                f"shard_dcp: the collectives of layer {site.layer} ({calls}) differ from those of layer {first[0]} "
+                f"({first[1]})"
+            )
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -102,7 +107,9 @@ def _gather_heads(emit: Emitter, site, context: PassContext, local: Attention) -
     """Queries of all ranks' heads, in rank order: ``[T, D * H, R]`` and ``[T, D * H, rope]``."""
     width = site.latent_dim + site.rope_dim
     query = emit(aten.cat.default, [local.q_latent, local.q_rope], -1)  # [T, H, R + rope]
-    query = emit(aten.clone.default, emit(aten.permute.default, query, [1, 0, 2]), memory_format=torch.contiguous_format)
+    query = emit(
+        aten.clone.default, emit(aten.permute.default, query, [1, 0, 2]), memory_format=torch.contiguous_format
+    )
     query = emit(c10d.all_gather_into_tensor.default, query, context.dcp_size, context.group)
     query = emit(aten.permute.default, emit(c10d.wait_tensor.default, query), [1, 0, 2])  # [T, D * H, R + rope]
     latent = emit(aten.slice.Tensor, query, 2, 0, site.latent_dim)
@@ -124,7 +131,9 @@ def _scatter_heads(emit: Emitter, site, context: PassContext, attention: Attenti
     packed = emit(dcp.pack_partials.default, attention.out, attention.lse)  # [T, D * H, R + lanes]
     width = value(packed).shape[2]
     parts = emit(aten.view.default, packed, [-1, context.dcp_size, site.heads, width])
-    parts = emit(aten.clone.default, emit(aten.permute.default, parts, [1, 0, 2, 3]), memory_format=torch.contiguous_format)
+    parts = emit(
+        aten.clone.default, emit(aten.permute.default, parts, [1, 0, 2, 3]), memory_format=torch.contiguous_format
+    )
     rows = emit(aten.sym_size.int, attention.q_latent, 0)
     parts = emit(aten.view.default, parts, [-1, site.heads, width])
     sizes = [rows] * context.dcp_size

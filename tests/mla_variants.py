@@ -18,7 +18,9 @@ from dcp_compile._compat import CACHE_NAME
 from tests.tiny_models import tiny_deepseek_v3
 
 
-def vary(kind: type[DeepseekV3Attention], layers: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+def vary(
+    kind: type[DeepseekV3Attention], layers: int = 1, dtype: torch.dtype = torch.float32, **settings: Any
+) -> nn.Module:
     """A tiny dense DeepSeek-V3 with attention layers of class ``kind``."""
     model = tiny_deepseek_v3(layers, dtype=dtype, first_k_dense_replace=layers, **settings)
     generator = torch.Generator().manual_seed(layers)
@@ -49,8 +51,12 @@ class ExpandsBeforeCaching(Variant):
         batch, seq = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(batch, seq, -1, self.qk_head_dim).transpose(1, 2)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, seq, -1, self.qk_nope_head_dim + self.v_head_dim)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(
+            batch, seq, -1, self.qk_nope_head_dim + self.v_head_dim
+        )
         k_nope, value = expanded.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         k_rope = k_rope.view(batch, 1, seq, self.qk_rope_head_dim)
         q_rope, k_rope = deepseek.apply_rotary_pos_emb(q_rope, k_rope, *position_embeddings)
@@ -164,7 +170,9 @@ class TwoUpProjections(Variant):
     """Values of the sum of two projections."""
 
     def prepare(self, generator: torch.Generator) -> None:
-        self.second = nn.Linear(self.kv_lora_rank, self.num_heads * self.v_head_dim, bias=False).to(self.kv_b_proj.weight.dtype)
+        self.second = nn.Linear(self.kv_lora_rank, self.num_heads * self.v_head_dim, bias=False).to(
+            self.kv_b_proj.weight.dtype
+        )
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         key, value = super().expand_kv(kv_nope, k_rot)

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Class, attributes, hooks, dispatch names, module globals and parameter storage of ``model``, comparable with ==."""
+    """Class, attributes, hooks, dispatch names, module globals and parameter storage, to be compared with ==."""
     config = model.config.get_text_config()
     files = sorted({type(module).__module__ for module in model.modules()})
     return {

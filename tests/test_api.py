@@ -57,7 +57,9 @@ def test_a_model_in_training_mode() -> None:
 
 def test_a_model_without_weights() -> None:
     model = dense().to("meta")
-    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM lies on meta; load it whole on one real device"):
+    with pytest.raises(
+        UnsupportedModelError, match="DeepseekV3ForCausalLM lies on meta; load it whole on one real device"
+    ):
         dcp_compile.optimize(model, config=CONFIG)
 
 
@@ -70,7 +72,9 @@ def test_a_model_on_several_devices() -> None:
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), dense().model, "path/to/model"], ids=["linear", "backbone", "path"])
 def test_what_is_no_causal_model(thing: object) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{type(thing).__name__} is not a transformers model with generate"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{type(thing).__name__} is not a transformers model with generate"
+    ):
         dcp_compile.optimize(thing, config=CONFIG)
 
 

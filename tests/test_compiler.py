@@ -138,7 +138,12 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_its_reasons(captured
 
 def llama() -> nn.Module:
     config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return LlamaForCausalLM(config).eval()
 

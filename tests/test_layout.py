@@ -64,14 +64,13 @@ def test_everything_agrees_with_dealing_one_token_at_a_time(sharding: Sharding, 
     assert over(lambda p: layout.local_index(p, *sharding.deal), positions) == index_of
     for rank in ranks:
         wanted = [counts[rank] for counts in lengths_of]
-        assert over(lambda n: layout.local_length(n, rank, *sharding.deal), range(length + 1)) == wanted
+        assert over(lambda n, rank=rank: layout.local_length(n, rank, *sharding.deal), range(length + 1)) == wanted
         mine = [p for p in positions if dealt[p][0] == rank]
-        assert over(lambda i: layout.global_position(i, rank, *sharding.deal), range(len(mine))) == mine
+        assert over(lambda i, rank=rank: layout.global_position(i, rank, *sharding.deal), range(len(mine))) == mine
         table = pages if kind == "int" else torch.tensor(pages, dtype=torch.int32)
-        slots = [
-            pages[column] * sharding.block_size + row if who == rank else PAD_SLOT for who, column, row in dealt
-        ]
-        assert over(lambda p: layout.local_slot(p, table, sharding.block_size, rank, *sharding.deal), positions) == slots
+        place = (table, sharding.block_size, rank, *sharding.deal)
+        wanted = [pages[column] * sharding.block_size + row if who == rank else PAD_SLOT for who, column, row in dealt]
+        assert over(lambda p, place=place: layout.local_slot(p, *place), positions) == wanted
 
 
 @examples(200)

@@ -47,7 +47,11 @@ def _columns(window: Tensor, first: Tensor, count: int) -> Tensor:
 def rows_to_last_valid(positions: Tensor) -> Tensor:
     """Rows up to and including the last valid one, per request: ``[B]`` int64 (0 when all rows are padded)."""
     counted = torch.arange(1, positions.shape[1] + 1, device=positions.device)
-    return torch.where(positions >= 0, counted, 0).amax(dim=1) if positions.shape[1] else positions.new_zeros(len(positions))
+    return (
+        torch.where(positions >= 0, counted, 0).amax(dim=1)
+        if positions.shape[1]
+        else positions.new_zeros(len(positions))
+    )
 
 
 @reference("conv_window")

@@ -5,10 +5,11 @@ One token, per head, with state S ``[K, V]``::
 
     S <- diag(exp g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T (scale q)
 
-Shapes, with T = B * S rows, request-major: q, k ``[T, 1, H, K]``, v ``[T, 1, H, V]``, g ``[T, 1, H, K]`` log decay, beta
-``[T, 1, H]`` after the sigmoid, state ``[N, H, K, V]`` float32 for N state slots, state_slots ``[B]`` int32 (-1 = padded
-request), positions ``[B, S]`` (-1 = padded row: the state passes through it unchanged and its output is 0). ``qk_l2norm`` normalises q and k per head:
-``x / sqrt(sum x^2 + 1e-6)``. Everything is computed in float32 (float64 for float64 inputs).
+Shapes, with T = B * S rows, request-major: q, k ``[T, 1, H, K]``, v ``[T, 1, H, V]``, g ``[T, 1, H, K]`` log decay,
+beta ``[T, 1, H]`` after the sigmoid, state ``[N, H, K, V]`` float32 for N state slots, state_slots ``[B]`` int32 (-1 =
+padded request), positions ``[B, S]`` (-1 = padded row: the state passes through it unchanged and its output is 0).
+``qk_l2norm`` normalises q and k per head: ``x / sqrt(sum x^2 + 1e-6)``. Everything is computed in float32 (float64 for
+float64 inputs).
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def layer_of(node: torch.fx.Node) -> int:
 
 def _refuse(name: str):
     def run(*args, **kwargs):
-        raise InvariantError(f"marker operator dcp::{name} was executed; every marker must be lowered by the passes first")
+        raise InvariantError(
+            f"marker operator dcp::{name} was executed; every marker must be lowered by the passes first"
+        )
 
     return run
 
@@ -65,5 +67,7 @@ def _(x, conv_state, pending, accepted, state_slots, positions, layer, width) ->
 
 
 @fake("mark_recurrence")
-def _(q, k, v, g, beta, state, pending_k, pending_u, pending_g, accepted, state_slots, positions, layer, scale, qk_l2norm) -> Tensor:
+def _(
+    q, k, v, g, beta, state, pending_k, pending_u, pending_g, accepted, state_slots, positions, layer, scale, qk_l2norm
+) -> Tensor:
     return v.new_empty(v.shape)

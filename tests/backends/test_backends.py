@@ -14,7 +14,12 @@ from dcp_compile.ops import mla
 from tests.backends.capabilities import NEED
 
 ON_CPU = dataclasses.replace(
-    NEED, device_type="cpu", compute_capability=None, query_dtype=torch.float32, kv_dtype=torch.float32, cuda_graphs=False
+    NEED,
+    device_type="cpu",
+    compute_capability=None,
+    query_dtype=torch.float32,
+    kv_dtype=torch.float32,
+    cuda_graphs=False,
 )
 
 

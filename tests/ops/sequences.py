@@ -94,7 +94,7 @@ def sequences_of(
     generator: torch.Generator, sharding: Sharding, before: list[int], new: list[int], rows: int,
     dtype: torch.dtype = torch.float64,
 ) -> Sequences:  # fmt: skip
-    """Requests with ``before`` tokens and ``new`` ones in up to ``rows`` rows, padded on the right; pages in random order."""
+    """Requests of ``before`` tokens with ``new`` ones, padded on the right to ``rows``; pages in random order."""
     batch = len(before)
     latent, rope, heads = (between(generator, 1, 5) for _ in range(3))
     positions = torch.full((batch, rows), -1)

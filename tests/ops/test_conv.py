@@ -36,7 +36,13 @@ class Queues:
 
 
 @examples(80)
-@given(generator=generators(), batch=st.integers(0, 3), rows=st.integers(0, 5), width=st.integers(1, 4), spread=st.booleans())
+@given(
+    generator=generators(),
+    batch=st.integers(0, 3),
+    rows=st.integers(0, 5),
+    width=st.integers(1, 4),
+    spread=st.booleans(),
+)
 def test_windows_of_a_step_that_commits(generator, batch: int, rows: int, width: int, spread: bool) -> None:
     channels, slots_total = between(generator, 1, 4), 5
     pool = normal(generator, slots_total, channels, width - 1)
@@ -125,11 +131,15 @@ def test_one_accepted_input_of_four_moves_the_window_by_one() -> None:
     assert torch.equal(pending, column_state(12, 0, 0, 0))
 
 
-@pytest.mark.parametrize("accepted, state", [(0, (5, 6, 7)), (1, (6, 7, 8)), (2, (7, 8, 9)), (3, (8, 9, 10)), (4, (9, 10, 11))])
+@pytest.mark.parametrize(
+    "accepted, state", [(0, (5, 6, 7)), (1, (6, 7, 8)), (2, (7, 8, 9)), (3, (8, 9, 10)), (4, (9, 10, 11))]
+)
 def test_every_count_of_accepted_inputs(accepted: int, state: tuple[float, ...]) -> None:
     pool, pending = column_state(5, 6, 7), column_state(8, 9, 10, 11)
     slots, positions = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 0, dtype=torch.int64)
-    dcp.conv_window_verify(torch.zeros(0, 1, 1), pool, pending, torch.tensor([accepted], dtype=torch.int32), slots, positions)
+    dcp.conv_window_verify(
+        torch.zeros(0, 1, 1), pool, pending, torch.tensor([accepted], dtype=torch.int32), slots, positions
+    )
     assert torch.equal(pool, column_state(*state))
 
 

@@ -33,7 +33,11 @@ def softmax_parts(generator: torch.Generator, sizes: list[int], rows: int, heads
 
 
 @examples(80)
-@given(generator=generators(), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6), base=st.sampled_from([2.0, math.e]))
+@given(
+    generator=generators(),
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    base=st.sampled_from([2.0, math.e]),
+)
 def test_equals_one_softmax_over_all_keys(generator, sizes: list[int], base: float) -> None:
     rows, heads, width = (between(generator, 0, 3) for _ in range(3))
     outs, lses, wanted, wanted_lse = softmax_parts(generator, sizes, rows, heads, width)

@@ -78,7 +78,7 @@ def test_a_row_may_be_empty_where_its_request_is_not() -> None:
 
 
 def test_a_short_request_beside_a_longer_one() -> None:
-    """Two and five rows, local lengths 0 and 3 on this rank: the empty one is 0 and -inf, the other masks by its own rows."""
+    """Local lengths 0 and 3 on this rank: the empty request is 0 and -inf, the other is masked row by row."""
     generator = torch.Generator().manual_seed(5)
     q_latent, q_rope = torch.randn(10, 2, 3, generator=generator), torch.randn(10, 2, 1, generator=generator)
     cache = torch.full((2, 4, 4), torch.nan)
@@ -157,7 +157,9 @@ def test_a_split_row_is_the_same_on_every_choice_of_prefix(generator) -> None:
     found = []
     for length in range(7):
         lengths = torch.tensor([length])
-        parts = [part for rank in range(sharding.dcp_size) for part in (case.prefix(rank, lengths), case.tail(rank, lengths))]
+        parts = [
+            part for rank in range(sharding.dcp_size) for part in (case.prefix(rank, lengths), case.tail(rank, lengths))
+        ]
         found.append(merged(parts))
     for other in found[1:]:
         close(other, found[0])

@@ -25,7 +25,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14,
     ),
     "expanded": lambda: vary(ExpandsBeforeCaching, 2, torch.float64, q_lora_rank=None, rope_interleave=False),
-    "kimi_linear": lambda: tiny_kimi_linear(2, num_attention_heads=5, num_key_value_heads=5, v_head_dim=18, kv_lora_rank=21),
+    "kimi_linear": lambda: tiny_kimi_linear(
+        2, num_attention_heads=5, num_key_value_heads=5, v_head_dim=18, kv_lora_rank=21
+    ),
     "kimi_k3": lambda: tiny_kimi_k3(2),
 }  # fmt: skip
 HYBRID = ("kimi_linear", "kimi_k3")
@@ -43,7 +45,9 @@ class Captured:
 
     @property
     def mla_layers(self) -> list[int]:
-        kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"] * self.model.config.num_hidden_layers
+        kinds = (
+            getattr(self.model.config, "layer_types", None) or ["full_attention"] * self.model.config.num_hidden_layers
+        )
         return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 

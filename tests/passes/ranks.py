@@ -95,7 +95,7 @@ class Group:
         self.accepted = torch.zeros(requests, dtype=torch.int32)
 
     def run(self, tokens: Tensor, counts: Sequence[int], verify: bool = False, at_end: bool = False) -> Tensor:
-        """Logits ``[B, S, V]`` of ``counts[b]`` new tokens per request, padded after them or before; equal on all ranks.
+        """Logits ``[B, S, V]`` of ``counts[b]`` new tokens per request, padded after them or before.
 
         A step keeps its tokens; of a verify step, :meth:`keep` says how many are kept.
         """
@@ -146,7 +146,10 @@ class Group:
 
 
 def sharded_by_heads(model: nn.Module, size: int) -> list[StepGraph]:
-    """What each of ``size`` tensor-parallel ranks captures: its own heads, and a sum over ranks after the output projection."""
+    """What each of ``size`` tensor-parallel ranks captures: its own heads, and a sum after the output projection.
+
+    The sum runs in the group "ranks", as it does wherever the tensor-parallel group is the DCP group.
+    """
     graphs = []
     for rank in range(size):
         mine = copy.deepcopy(model)
@@ -160,7 +163,7 @@ def sharded_by_heads(model: nn.Module, size: int) -> list[StepGraph]:
             projection.weight = nn.Parameter(projection.weight.chunk(size, dim=1)[rank].clone())
 
             def summed(x: Tensor, inner=projection.forward) -> Tensor:
-                return c10d.wait_tensor(c10d.all_reduce(inner(x), "sum", "tp"))
+                return c10d.wait_tensor(c10d.all_reduce(inner(x), "sum", "ranks"))
 
             projection.forward = summed
         graphs.append(capture(mine))

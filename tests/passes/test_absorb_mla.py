@@ -40,7 +40,9 @@ def test_attention_and_cache_markers_are_gone(captured: Captured) -> None:
 ])  # fmt: skip
 def test_operators_per_layer(captured: Captured, layout: str, causal: bool, each: dict[str, int]) -> None:
     graph, _ = absorbed(captured, dataclasses.replace(CONTEXT, layout=layout, causal=causal))
-    ours = {name: count for name, count in census(graph.graph).items() if name.startswith("dcp::") and "mark" not in name}
+    ours = {
+        name: count for name, count in census(graph.graph).items() if name.startswith("dcp::") and "mark" not in name
+    }
     assert ours == {f"dcp::{name}": count * len(captured.mla_layers) for name, count in each.items()}
 
 

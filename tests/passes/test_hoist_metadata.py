@@ -74,8 +74,8 @@ def test_the_prologue_is_the_same_for_4_and_for_40_layers() -> None:
     censuses = {}
     for layers in (4, 40):
         model = tiny_deepseek_v3(
-            layers, first_k_dense_replace=layers, hidden_size=8, intermediate_size=8, num_attention_heads=1,
-            num_key_value_heads=1, kv_lora_rank=4, q_lora_rank=None, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4,
+            layers, first_k_dense_replace=layers, hidden_size=8, intermediate_size=8, q_lora_rank=None, kv_lora_rank=4,
+            num_attention_heads=1, num_key_value_heads=1, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4,
         )  # fmt: skip
         graph = capture(model)
         results = run_passes(graph, CONTEXT)
@@ -132,7 +132,11 @@ def test_a_computation_on_metadata_moves_and_is_shared(deepseek: Captured) -> No
     first, second = output.args[0][-2:]
     assert first is second and first.op == "placeholder"
     assert census(graph.prologue.graph)["aten::mul.Tensor"] == 1
-    inputs = {"positions": torch.tensor([[3, 4]]), "block_table": torch.tensor([[1]]), "prefix_lengths": torch.tensor([0])}
+    inputs = {
+        "positions": torch.tensor([[3, 4]]),
+        "block_table": torch.tensor([[1]]),
+        "prefix_lengths": torch.tensor([0]),
+    }
     outputs = graph.prologue(*(inputs[graph.step_inputs[node]] for node in graph.prologue_inputs))
     assert [6, 8] in [value.flatten().tolist() for value in outputs]
 

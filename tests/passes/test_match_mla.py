@@ -143,7 +143,9 @@ def test_a_model_without_mla_is_named() -> None:
         num_key_value_heads=2,
     )  # fmt: skip
     graph = capture(LlamaForCausalLM(config).eval())
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM: model\.layers\.0\.self_attn is not multi-head latent"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM: model\.layers\.0\.self_attn is not multi-head latent"
+    ):
         run_passes(graph, CONTEXT)
 
 

@@ -67,13 +67,15 @@ def test_sharded_heads_gather_queries_and_exchange_partials(captured: Captured) 
         assert (heads, width) == (site.heads, site.latent_dim + site.rope_dim)
         assert value(exchange.args[0]).shape[1:] == (site.heads, site.latent_dim + 1)
         attention = graph.attention[site.layer]
-        assert value(attention.q_latent).shape[1:] == (2 * site.heads, site.latent_dim)
+        assert value(attention.q_latent).shape[1:] == (site.heads, site.latent_dim)
         assert value(attention.out).shape[1:] == (2 * site.heads, site.latent_dim)
 
 
 @BOTH
-@pytest.mark.parametrize("layout, each", [("split", {"mla_prefix": 1, "mla_tail": 1, "merge_partials": 1, "mla_rows": 0}),
-                                          ("flattened", {"mla_rows": 1, "mla_prefix": 0, "merge_partials": 0})])  # fmt: skip
+@pytest.mark.parametrize("layout, each", [
+    ("split", {"mla_prefix": 1, "mla_tail": 1, "merge_partials": 1, "mla_rows": 0}),
+    ("flattened", {"mla_rows": 1, "mla_prefix": 0, "merge_partials": 0}),
+])  # fmt: skip
 def test_attention_is_emitted_once(deepseek: Captured, context: PassContext, layout: str, each: dict[str, int]) -> None:
     graph = sharded(deepseek, dataclasses.replace(context, layout=layout))
     calls = census(graph.graph)
