@@ -11,27 +11,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-    _load, _store = (getattr(interpreter.InterpreterBuilder, f"create_masked_{name}") for name in ("load", "store"))
-
-    def _patch_tensor_and_index(tensor, scope) -> None:
-        # Loop bounds are one-element arrays, which numpy 2.4 no longer takes for ints (triton < 3.9 expects that).
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def _as_mask(mask):
-        # Scalar comparisons arrive as integers where they are broadcast into a mask; triton 3.9 refuses these.
-        return interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
-
-    interpreter._patch_lang_tensor = _patch_tensor_and_index
-    interpreter.InterpreterBuilder.create_masked_load = lambda self, ptr, mask, *rest: _load(
-        self, ptr, _as_mask(mask), *rest
-    )
-    interpreter.InterpreterBuilder.create_masked_store = lambda self, ptr, value, mask, *rest: _store(
-        self, ptr, value, _as_mask(mask), *rest
-    )
+    import tests.kernels.interpreter  # noqa: F401
 
 # New for each run, the same in all workers of a distributed run.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex

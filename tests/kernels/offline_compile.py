@@ -27,8 +27,11 @@ from dcp_compile.kernels.conv import conv_window, conv_window_verify
 from dcp_compile.kernels.kda import kda
 from dcp_compile.kernels.kda_verify import kda_verify
 from dcp_compile.kernels.kv_write import kv_write
+from dcp_compile.kernels.mailbox import view
 from dcp_compile.kernels.merge import merge_partials
 from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows, mla_tail
+from dcp_compile.kernels.peer_gather import gather_heads
+from dcp_compile.kernels.peer_merge import merge_ranks
 from dcp_compile.kernels.prologue import block_metadata, step_metadata
 
 SHARED_LIMIT = 232448  # bytes of one program on Hopper
@@ -109,6 +112,9 @@ def cases() -> dict[str, Callable[[], object]]:
     def merged(parts, rows):
         merge_partials(torch.empty(parts, rows, 96, 512), torch.empty(parts, rows, 96))
 
+    mailbox = view(torch.zeros(8, dtype=torch.int64), 3, 8 * 96, 1152, 10**6)
+    partials = torch.empty(8, 96, 512, dtype=torch.bfloat16), torch.empty(8, 96)
+
     return {
         "hopper rows, one": lambda: attend(mla_hopper.mla_rows, 1, 1),
         "hopper rows, verify": lambda: attend(mla_hopper.mla_rows, 1, 8),
@@ -140,6 +146,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "kv_write, float8": lambda: write(torch.float8_e4m3fn),
         "merge, ranks": lambda: merged(8, 64),
         "merge, splits": lambda: merged(64, 1),
+        "gather_heads": lambda: gather_heads(torch.empty(8, 12, 576, dtype=torch.bfloat16), mailbox),
+        "merge_ranks, own heads": lambda: merge_ranks(*partials, 12, mailbox),
+        "merge_ranks, all heads": lambda: merge_ranks(*partials, 96, mailbox),
     }
 
 

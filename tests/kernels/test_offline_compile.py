@@ -34,7 +34,7 @@ def test_resources() -> None:
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
         "_mla_hopper", "_mla", "_merge", "_kda", "_kda_verify", "_keep_records", "_conv_window", "_step_metadata",
-        "_kv_write",
+        "_kv_write", "_gather_heads", "_merge_ranks",
     }  # fmt: skip
     for entry in report:
         allowed = PORTABLE_SPILLS.get(entry["case"], 0) if entry["kernel"] == "_mla" else 0

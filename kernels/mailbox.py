@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the ranks of one node, through memory that every rank can write.
+
+Each rank owns a mailbox in which every rank has a place of its own. Program ``c`` of a kernel is *channel* ``c``: on every
+rank it carries the same units (``unit % CHANNELS == c``), pushes its own to all mailboxes, raises its flag there, and waits
+for the flags of channel ``c`` of all ranks in its own. Channels never wait for one another, so that nothing but the
+programs of one channel must run at the same time.
+
+A flag is the number of the launch, its *epoch*, counted per channel on the device: a replayed graph goes on counting. Two
+places per rank, by the parity of the epoch, are enough: who writes epoch e + 2 has seen every rank's flag of e + 1, raised
+by a kernel that started after the kernel of epoch e had read its messages and ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHANNELS = 128
+"""Programs of a launch; all are resident at once on every GPU with peer access (132 multiprocessors and more)."""
+
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """This rank's view of the mailboxes of a group.
+
+    Attributes:
+        bases: ``[size]`` int64, the address of every rank's mailbox of :func:`mailbox_bytes` zeroed bytes.
+        calls: ``[CHANNELS]`` int64, zero at first: launches so far.
+        lost: ``[1]`` int32, zero at first, readable by the host: 1 + the rank that did not answer.
+        rank, size: of the group.
+        units: most units (rows times heads) of a message; unit_bytes: most bytes of one.
+        polls: looks at a flag, each about a microsecond on a GPU, before its rank counts as lost.
+    """
+
+    bases: Tensor
+    calls: Tensor
+    lost: Tensor
+    rank: int
+    size: int
+    units: int
+    unit_bytes: int
+    polls: int
+
+    def fits(self, units: int, unit_bytes: int) -> bool:
+        return units <= self.units and unit_bytes <= self.unit_bytes
+
+    def too_large(self, message: Tensor) -> str:
+        return (
+            f"a message of {tuple(message.shape)} {message.dtype} is too large for mailboxes of {self.units} units of "
+            f"{self.unit_bytes} bytes"
+        )
+
+
+def mailbox_bytes(size: int, units: int, unit_bytes: int) -> int:
+    """Size of one rank's mailbox: flags, then two LSEs and two messages per rank and unit."""
+    return _lse_at(size) + lse_bytes(size, units) + 2 * size * units * unit_bytes
+
+
+def lse_bytes(size: int, units: int) -> int:
+    return triton.cdiv(2 * size * units * 4, _ALIGNMENT) * _ALIGNMENT
+
+
+def _lse_at(size: int) -> int:
+    return triton.cdiv(size * CHANNELS * 8, _ALIGNMENT) * _ALIGNMENT
+
+
+def constants(mailbox: Mailbox) -> dict[str, int]:
+    """The compile-time arguments that every kernel on ``mailbox`` takes."""
+    return {
+        "RANK": mailbox.rank,
+        "SIZE": mailbox.size,
+        "UNITS": mailbox.units,
+        "CHANNELS": CHANNELS,
+        "LSE_AT": _lse_at(mailbox.size),
+        "DATA_AT": _lse_at(mailbox.size) + lse_bytes(mailbox.size, mailbox.units),
+    }
+
+
+def grid(units: int) -> tuple[int]:
+    """One program per channel that has a unit."""
+    return (min(units, CHANNELS),)
+
+
+@triton.jit
+def place(epoch, source, unit, SIZE: tl.constexpr, UNITS: tl.constexpr):
+    """Index of the message of ``source`` about ``unit``."""
+    return (epoch % 2 * SIZE + source) * UNITS + unit
+
+
+@triton.jit
+def region(bases, owner, AT: tl.constexpr, KIND: tl.constexpr):
+    """Pointer to the part of ``owner``'s mailbox that begins at byte ``AT``."""
+    return tl.multiple_of((tl.load(bases + owner) + AT).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def signal(bases, channel, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Raise this rank's flag in every mailbox, after everything this program has written there."""
+    tl.debug_barrier()
+    for peer in range(SIZE):
+        flags = region(bases, peer, 0, tl.int64)
+        tl.atomic_xchg(flags + RANK * CHANNELS + channel, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_all(bases, channel, epoch, polls, lost, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Wait for the flags of all ranks; one that stays down for ``polls`` looks is noted in ``lost`` and given up."""
+    flags = region(bases, RANK, 0, tl.int64)
+    for source in range(SIZE):
+        flag = flags + source * CHANNELS + channel
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        looks = polls * 0
+        while (seen < epoch) & (looks < polls):
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            looks += 1
+        if seen < epoch:
+            tl.store(lost, source + 1)
+    tl.debug_barrier()
+
+
+def view(bases: Tensor, rank: int, units: int, unit_bytes: int, polls: int) -> Mailbox:
+    """This rank's view of mailboxes at the addresses ``bases [size]``."""
+    lost = torch.zeros(1, dtype=torch.int32, pin_memory=bases.is_cuda)  # the device writes it, the host reads it unasked
+    calls = bases.new_zeros(CHANNELS)
+    return Mailbox(bases, calls, lost, rank, len(bases), units, unit_bytes, polls)
