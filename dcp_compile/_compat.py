@@ -19,7 +19,11 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+# Memory that the GPUs of one host can all write; multicast is not used (torch 2.11).
+from torch.distributed import _symmetric_memory as symmetric_memory
+
 # Collectives that a tracer records and that return what they made (torch 2.11 - 2.13).
+from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -54,6 +58,7 @@ __all__ = [
     "functional_collectives",
     "get_implementations",
     "module_paths",
+    "peer_memory",
     "recurrence_functions",
     "recurrent_state",
     "set_implementations",
@@ -99,6 +104,21 @@ class Fakes:
             raise CaptureError(
                 f"{name} computes differently for different numbers of rows; the trace needs {', '.join(fixed)}"
             )
+
+
+def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[int]:
+    """Addresses, by rank of ``group``, of ``size`` zeroed bytes on every rank's GPU, all writable from this one."""
+    memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    handle.barrier()  # nobody writes before everybody has zeroed
+    torch.cuda.synchronize(device)
+    _PEER_MEMORY.append((memory, handle))
+    return list(handle.buffer_ptrs)
+
+
+_PEER_MEMORY: list[tuple[torch.Tensor, object]] = []  # mapped by other ranks: it must outlive every engine
 
 
 def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.GraphModule:

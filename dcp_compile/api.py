@@ -70,7 +70,7 @@ def optimize(
     _check_model(model)
     parallel = parallel_layout(settings, next(model.parameters()).device)
     facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
-    facts |= {"model class": type(model).__name__, "weights": weights_fingerprint(model)}
+    facts |= {"device type": next(model.parameters()).device.type, "model class": type(model).__name__, "weights": weights_fingerprint(model)}
     check_agreement(parallel.replica, facts)
 
     heads = shard_heads(model, parallel) if parallel.heads_sharded else None

@@ -18,6 +18,7 @@ from .config import DCPConfig
 from .errors import ConfigError, UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
+from .parallel.peers import ExchangePath, open_exchange
 from .passes import PASSES, PassContext, PassResult, run_passes
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
@@ -31,6 +32,7 @@ class CompileReport:
     Attributes:
         graph: the step graph as rewritten. passes: one record per pass.
         choice: the attention backend. layout: the decode layout it runs. requirements: what it was asked for.
+        path: how ranks exchange attention.
     """
 
     graph: StepGraph
@@ -38,6 +40,7 @@ class CompileReport:
     choice: BackendChoice
     layout: str
     requirements: AttentionRequirements
+    path: ExchangePath
 
 
 def compile_model(
@@ -78,6 +81,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         if not verify:
             matched += rewritten
     states = allocate_states(list(graphs.values()), requirements.kv_dtype)
+    path = _open_exchange(captured, config, parallel, requirements)
     lower = lower_inductor if _uses_inductor(config, device) else lower_eager
     programs = {verify: lower(graph, states) for verify, graph in graphs.items()}
     if requirements.cuda_graphs:
@@ -94,7 +98,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         pages=PagePool(context.pages),
         slots=SlotPool(context.state_slots),
     )
-    return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements)
+    return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements, path)
 
 
 def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
@@ -117,6 +121,7 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     )
     results += run_passes(captured, context, PASSES[1:])
     states = allocate_states([captured], requirements.kv_dtype)
+    path = _open_exchange(captured, config, parallel, requirements)
     block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
@@ -129,7 +134,7 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
         block_size=config.block_size,
         interleave=config.kv_interleave,
         width=width,
-    ), CompileReport(captured, results, choice, context.layout, requirements)
+    ), CompileReport(captured, results, choice, context.layout, requirements, path)
 
 
 def _matched(
@@ -197,6 +202,22 @@ def _captured(
         verify: GraphRunner(program, rows[verify], batches, columns, verify, device, pool)
         for verify, program in programs.items()
     }
+
+
+def _open_exchange(
+    graph: StepGraph, config: DCPConfig, parallel: ParallelLayout, requirements: AttentionRequirements
+) -> ExchangePath:
+    width = (requirements.latent + requirements.rope) * requirements.query_dtype.itemsize
+    rows = config.max_batch_size * (config.num_speculative_tokens + 1)
+    return open_exchange(
+        parallel.dcp_group,
+        next(iter(graph.constants.values())).device,
+        config.exchange,
+        rows,
+        graph.sites[0].heads,
+        width,
+        config.timeout,
+    )
 
 
 def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:

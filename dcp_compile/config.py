@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 DECODE_LAYOUTS = ("auto", "split", "flattened")
 LOWERINGS = ("auto", "eager", "inductor")
+EXCHANGES = ("auto", "collectives", "peers")
 VERIFY_MODES = ("full", "adaptive")
 
 
@@ -32,6 +33,8 @@ class DCPConfig:
         backend, draft_backend: "auto" or the name of an attention backend.
         decode_layout: "split" (final prefix + short tail), "flattened" (every row its own bound), or "auto" (what the
             attention backend is best at).
+        exchange: how ranks exchange attention: "peers" (through peer memory, GPUs of one host), "collectives", or "auto"
+            (peers where possible).
         lowering: "eager", "inductor", or "auto" (inductor on a GPU, eager on a CPU).
         cuda_graphs: "auto" (on a GPU), True or False.
         num_speculative_tokens: most draft tokens one verify step judges.
@@ -51,6 +54,7 @@ class DCPConfig:
     backend: str = "auto"
     draft_backend: str = "auto"
     decode_layout: str = "auto"
+    exchange: str = "auto"
     lowering: str = "auto"
     cuda_graphs: bool | str = "auto"
     num_speculative_tokens: int = 7
@@ -71,6 +75,7 @@ class DCPConfig:
                 f"tokens must not cross a page; choose a divisor of {self.block_size}"
             )
         _check_choice("decode_layout", self.decode_layout, DECODE_LAYOUTS)
+        _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("lowering", self.lowering, LOWERINGS)
         _check_choice("verify", self.verify, VERIFY_MODES)
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", True, False))

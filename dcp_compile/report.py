@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError
+from .ops import exchange
 from .passes.graph_tools import census
 
 
@@ -37,6 +36,7 @@ def explain(model: PreTrainedModel) -> str:
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     lines += _memory(model._dcp_engine, parallel.dcp_size)
+    lines.append(f"exchange: {report.path.name} ({report.path.reason})")
     lines.append(f"collectives per step: {_collectives(graph) or 'none'}")
     return "\n".join(lines)
 
@@ -73,12 +73,9 @@ def _memory(engine, dcp_size: int) -> list[str]:
 
 
 def _collectives(graph) -> str:
-    counts = Counter(
-        {
-            name.split("::")[1]: count
-            for name, count in census(graph.graph).items()
-            if name.startswith("_c10d_functional::")
-        }
-    )
-    counts.pop("wait_tensor", None)
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    """How often the ranks meet in one step: exchanges of attention, and what the model itself sums or gathers."""
+    counts = census(graph.graph)
+    names = {name: name.split("::")[1] for name in counts if name.startswith("_c10d_functional::")}
+    names |= {f"dcp::{name}": name for name in exchange.NAMES if f"dcp::{name}" in counts}
+    names.pop("_c10d_functional::wait_tensor", None)
+    return ", ".join(f"{counts[name]} {short}" for name, short in sorted(names.items(), key=lambda item: item[1]))

@@ -7,7 +7,7 @@ import hashlib
 
 from dcp_compile.capture import StepGraph
 
-from .graph_tools import METADATA
+from .graph_tools import EXCHANGES, METADATA
 
 
 def graph_fingerprint(graph: StepGraph) -> str:
@@ -20,7 +20,7 @@ def graph_fingerprint(graph: StepGraph) -> str:
             arguments = node.args
             if node.target in METADATA:
                 arguments = (*arguments[:-3], *arguments[-2:])  # .., rank, dcp_size, interleave
-            if getattr(node.target, "namespace", None) == "_c10d_functional":
+            if getattr(node.target, "namespace", None) == "_c10d_functional" or node.target in EXCHANGES:
                 arguments = arguments[:-1]  # .., group name
             literal = repr([a for a in arguments if not hasattr(a, "op")])
             digest.update(

@@ -10,13 +10,14 @@ import torch
 from torch import fx
 
 from dcp_compile.errors import InvariantError
-from dcp_compile.ops import markers, metadata
+from dcp_compile.ops import exchange, markers, metadata
 
 dcp = torch.ops.dcp
 aten = torch.ops.aten
 
 MARKERS = frozenset(getattr(dcp, name).default for name in markers.NAMES)
 METADATA = frozenset(getattr(dcp, name).default for name in metadata.NAMES)
+EXCHANGES = frozenset(getattr(dcp, name).default for name in exchange.NAMES)
 
 
 def value(node: fx.Node):

@@ -84,8 +84,8 @@ def attention_only() -> StepGraph:
 
 
 @pytest.mark.parametrize("tp_size, heads, collectives", [
-    (1, "replicated", "2 all_gather_into_tensor"),
-    (2, "sharded", "2 all_gather_into_tensor, 2 all_to_all_single"),
+    (1, "replicated", "2 merge_ranks"),
+    (2, "sharded", "2 gather_heads, 2 merge_ranks"),
 ])  # fmt: skip
 def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collectives: str) -> None:
     group = SimpleNamespace(group_name="ranks")
@@ -94,6 +94,7 @@ def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collecti
     assert "Model: 2 MLA layers absorbed" in text and "0 recurrent layers" in text
     assert f"dcp 2 (this is 1), tp {tp_size} (this is {tp_size - 1}), heads {heads}, interleave 2, block 4" in text
     assert "KV cache: 320 bytes per token, 160 per token and rank; 9 pages" in text
+    assert "exchange: collectives (tensors are on cpu; peer memory is a matter of CUDA devices)" in text
     assert text.endswith(f"collectives per step: {collectives}")
     assert "recurrent state" not in text
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ._library import compute_dtype, define, fake, reference
 
 define("merge_partials(Tensor outs, Tensor lses) -> (Tensor, Tensor)")
-define("pack_partials(Tensor out, Tensor lse) -> Tensor")
 define("merge_packed(Tensor packed, int latent) -> Tensor")
 
 
@@ -46,7 +45,6 @@ def _merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return merge_partials(outs, lses)
 
 
-@reference("pack_partials")
 def pack_partials(out: Tensor, lse: Tensor) -> Tensor:
     """One message per row and head: ``[T, H, R + lanes]`` in the dtype of ``out``.
 
@@ -65,19 +63,9 @@ def merge_packed(packed: Tensor, latent: int) -> Tensor:
     return merge_partials(packed[..., :latent], lses)[0]
 
 
-def lse_lanes(dtype: torch.dtype) -> int:
-    """Lanes of ``dtype`` that one LSE takes in a packed message."""
-    return compute_dtype(dtype).itemsize // dtype.itemsize
-
-
 @fake("merge_partials")
 def _(outs, lses):
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-
-
-@fake("pack_partials")
-def _(out, lse):
-    return out.new_empty(out.shape[0], out.shape[1], out.shape[2] + lse_lanes(out.dtype))
 
 
 @fake("merge_packed")

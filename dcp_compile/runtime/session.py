@@ -13,6 +13,7 @@ from ..errors import CapacityError
 
 from ..parallel.agreement import check_agreement, prompts_fingerprint
 from ..parallel.failures import answering_ranks
+from ..parallel.peers import check_answering
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -194,6 +195,7 @@ class Session:
         }
         with answering_ranks("running a step"):
             logits, *taps = program(inputs)
+        check_answering(self.engine.parallel.dcp_group)
         self._positions, self._taps = positions, taps[0] if taps else None
         # A replayed graph writes its next logits into the same memory.
         return logits.to(torch.float32, copy=True)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_compile.ops.merge import lse_lanes, merge_partials
+from dcp_compile.ops.merge import merge_partials, pack_partials
 from tests.cases import between, examples, generators, normal
 
 dcp = torch.ops.dcp
@@ -138,8 +138,8 @@ def test_the_message_carries_the_lse_to_the_bit(dtype: torch.dtype) -> None:
     out = normal(generator, 4, 3, 5, dtype=dtype)
     lse = (1e3 * normal(generator, 4, 3)).to(lse_dtype)
     lse[0] = torch.tensor([-INF, -0.0, torch.finfo(lse_dtype).tiny], dtype=lse_dtype)
-    packed = dcp.pack_partials(out, lse)
-    assert packed.shape == (4, 3, 5 + lse_lanes(dtype)) and packed.dtype == dtype and packed.is_contiguous()
+    packed = pack_partials(out, lse)
+    assert packed.shape == (4, 3, 5 + lse_dtype.itemsize // dtype.itemsize) and packed.dtype == dtype and packed.is_contiguous()
     assert torch.equal(packed[..., :5], out)
     integer = torch.int64 if dtype == torch.float64 else torch.int32
     lanes = packed[..., 5:].clone(memory_format=torch.contiguous_format).view(lse_dtype).squeeze(-1)
@@ -155,7 +155,7 @@ def test_merging_messages_is_merging_partials(dtype: torch.dtype, parts: int) ->
     lses = normal(generator, parts, 4, 3, dtype=lse_dtype)
     lses[0, 0], outs[0, 0] = -INF, NAN
     lses[:, 1], outs[:, 1] = -INF, NAN
-    packed = torch.stack([dcp.pack_partials(out, lse) for out, lse in zip(outs, lses)])
+    packed = torch.stack([pack_partials(out, lse) for out, lse in zip(outs, lses)])
     wanted = dcp.merge_partials(outs, lses)[0]
     assert torch.equal(dcp.merge_packed(packed, 5), wanted)
     assert not wanted.isnan().any() and (wanted[1] == 0).all()
@@ -167,6 +167,6 @@ def test_merging_messages_is_merging_partials(dtype: torch.dtype, parts: int) ->
 def test_an_odd_latent_size_keeps_the_lanes_apart() -> None:
     """Two 2-byte lanes at an odd offset are not 4-byte aligned."""
     out, lse = torch.ones(1, 1, 7, dtype=torch.bfloat16), torch.tensor([[math.pi]])
-    packed = dcp.pack_partials(out, lse)[None]
+    packed = pack_partials(out, lse)[None]
     assert dcp.merge_packed(packed, 7).tolist() == [[[1.0] * 7]]
     assert packed[0, 0, 0, 7:].clone().view(torch.float32).item() == lse.item()

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dcp_compile.errors import InvariantError
@@ -68,6 +69,20 @@ def _merge() -> tuple[Tensor, Tensor]:
     return normal(generator, 2, 6, 3, 4, dtype=torch.float32), normal(generator, 2, 6, 3, dtype=torch.float32)
 
 
+def _alone() -> str:
+    """Name of the group of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD.group_name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 CALLS: dict[str, Callable[[], tuple]] = {
     "row_bounds": lambda: (_step()[0], 1, 2, 1),
     "block_bounds": lambda: (_step()[0], 1, 2, 1),
@@ -81,8 +96,9 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "mla_prefix": lambda: _attention("mla_prefix"),
     "mla_tail": lambda: _attention("mla_tail"),
     "merge_partials": _merge,
-    "pack_partials": lambda: tuple(part[0] for part in _merge()),
     "merge_packed": lambda: (torch.randn(2, 6, 3, 5), 4),
+    "gather_heads": lambda: (torch.randn(6, 3, 4), 1, _alone()),
+    "merge_ranks": lambda: (*(part[0] for part in _merge()), 3, 1, _alone()),
     "conv_window": lambda: _conv(verify=False),
     "conv_window_verify": lambda: _conv(verify=True),
     "kda": lambda: _recurrent(verify=False),

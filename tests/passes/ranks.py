@@ -18,6 +18,7 @@ from dcp_compile.lower import allocate_states
 from dcp_compile.passes import PASSES, PassContext, run_passes
 
 c10d = torch.ops._c10d_functional
+dcp = torch.ops.dcp
 
 
 class Meeting:
@@ -46,15 +47,15 @@ class Rank(fx.Interpreter):
     def call_function(self, target, args, kwargs):
         if target is c10d.wait_tensor.default:
             return args[0]
-        if target is c10d.all_gather_into_tensor.default:
-            return torch.cat(self.meeting.all(self.rank, args[0]))
         if target is c10d.all_reduce.default:
             return torch.stack(self.meeting.all(self.rank, args[0])).sum(dim=0)
-        if target is c10d.all_to_all_single.default:
-            x, received, sent, _ = args
-            parts = [other.split(sent)[self.rank] for other in self.meeting.all(self.rank, x)]
-            assert [len(part) for part in parts] == list(received)
-            return torch.cat(parts)
+        if target is dcp.gather_heads.default:
+            return torch.cat(self.meeting.all(self.rank, args[0]), dim=1)
+        if target is dcp.merge_ranks.default:
+            out, lse, heads, *_ = args
+            outs, lses = (torch.stack(self.meeting.all(self.rank, part)) for part in (out, lse))
+            mine = slice(None) if heads == out.shape[1] else slice(self.rank * heads, (self.rank + 1) * heads)
+            return dcp.merge_partials(outs[:, :, mine], lses[:, :, mine])[0]
         return super().call_function(target, args, kwargs)
 
 

@@ -11,8 +11,8 @@ import torch
 from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassContext, run_passes, shard_dcp
-from dcp_compile.passes.graph_tools import Emitter, aten, census, dcp, nodes_of, value
-from dcp_compile.passes.shard_dcp import is_collective
+from dcp_compile.passes.graph_tools import Emitter, aten, census, nodes_of, value
+from dcp_compile.passes.shard_dcp import GATHER, MERGE
 from tests.passes.models import CONTEXT, Captured
 
 c10d = torch.ops._c10d_functional
@@ -35,8 +35,8 @@ def sharded(captured: Captured, context: PassContext) -> StepGraph:
     return graph
 
 
-def collectives(graph: StepGraph) -> list:
-    return [node for node in graph.graph.nodes if node.op == "call_function" and is_collective(node)]
+def exchanges(graph: StepGraph) -> list:
+    return nodes_of(graph.graph, GATHER, MERGE)
 
 
 def test_one_rank_needs_no_collective(captured: Captured) -> None:
@@ -46,29 +46,28 @@ def test_one_rank_needs_no_collective(captured: Captured) -> None:
     assert result.matches == 0 and [node.format_node() for node in graph.graph.nodes] == before
 
 
-def test_replicated_heads_gather_partials_once_per_layer(captured: Captured) -> None:
+def test_replicated_heads_merge_all_partials_once_per_layer(captured: Captured) -> None:
     graph = sharded(captured, REPLICATED)
-    calls = collectives(graph)
-    assert [node.target for node in calls] == [c10d.all_gather_into_tensor.default] * len(graph.sites)
+    calls = exchanges(graph)
+    assert [node.target for node in calls] == [MERGE] * len(graph.sites)
     for site, call in zip(graph.sites, calls):
-        rows, heads, width = value(call.args[0]).shape
-        lanes = 2 if value(call.args[0]).dtype == torch.bfloat16 else 1
-        assert (heads, width) == (site.heads, site.latent_dim + lanes)
-        assert call.args[1:] == (2, "ranks")
+        assert value(call.args[0]).shape[1:] == value(call).shape[1:] == (site.heads, site.latent_dim)
+        assert call.args[2:] == (site.heads, 2, "ranks")
 
 
-def test_sharded_heads_gather_queries_and_exchange_partials(captured: Captured) -> None:
+def test_sharded_heads_gather_queries_and_merge_their_own_partials(captured: Captured) -> None:
     graph = sharded(captured, SHARDED)
-    each = [c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default]
-    calls = collectives(graph)
-    assert [node.target for node in calls] == each * len(graph.sites)
-    for site, gather, exchange in zip(graph.sites, calls[::2], calls[1::2]):
-        heads, _, width = value(gather.args[0]).shape
-        assert (heads, width) == (site.heads, site.latent_dim + site.rope_dim)
-        assert value(exchange.args[0]).shape[1:] == (site.heads, site.latent_dim + 1)
+    calls = exchanges(graph)
+    assert [node.target for node in calls] == [GATHER, MERGE] * len(graph.sites)
+    for site, gather, merge in zip(graph.sites, calls[::2], calls[1::2]):
+        width = site.latent_dim + site.rope_dim
+        assert value(gather.args[0]).shape[1:] == (site.heads, width)
+        assert value(gather).shape[1:] == (2 * site.heads, width)
+        assert value(merge.args[0]).shape[1:] == (2 * site.heads, site.latent_dim)
+        assert value(merge).shape[1:] == (site.heads, site.latent_dim)
         attention = graph.attention[site.layer]
         assert value(attention.q_latent).shape[1:] == (site.heads, site.latent_dim)
-        assert value(attention.out).shape[1:] == (2 * site.heads, site.latent_dim)
+        assert attention.out is merge.args[0]
 
 
 @BOTH
@@ -80,14 +79,7 @@ def test_attention_is_emitted_once(deepseek: Captured, context: PassContext, lay
     graph = sharded(deepseek, dataclasses.replace(context, layout=layout))
     calls = census(graph.graph)
     assert {name: calls[f"dcp::{name}"] for name in each} == {name: 2 * count for name, count in each.items()}
-    assert calls["dcp::pack_partials"] == calls["dcp::merge_packed"] == 2
-
-
-@BOTH
-def test_every_collective_is_waited_for(captured: Captured, context: PassContext) -> None:
-    graph = sharded(captured, context)
-    for call in collectives(graph):
-        assert [user.target for user in call.users] == [c10d.wait_tensor.default]
+    assert calls["dcp::merge_ranks"] == 2
 
 
 @BOTH
@@ -101,42 +93,54 @@ def test_a_second_run_finds_nothing(captured: Captured, context: PassContext) ->
 # --- graphs broken by hand -------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_a_collective_that_is_not_waited_for_is_caught(deepseek: Captured, context: PassContext) -> None:
-    graph = sharded(deepseek, context)
-    wait = nodes_of(graph.graph, c10d.wait_tensor.default)[-1]
+@pytest.fixture
+def summing(deepseek: Captured) -> StepGraph:
+    """A graph in which the model's own sum over ranks follows the first layer's attention, in the same group."""
+    graph = sharded(deepseek, SHARDED)
+    out = exchanges(graph)[1]
+    with graph.graph.inserting_after(out):
+        emit = Emitter(graph.graph, like=out)
+        total = emit(c10d.all_reduce.default, out, "sum", "ranks")
+    with graph.graph.inserting_after(total):
+        wait = emit(c10d.wait_tensor.default, total)
+    out.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not total)
+    return graph
+
+
+def test_sums_of_the_model_in_the_same_group_are_its_own_affair(summing: StepGraph) -> None:
+    shard_dcp.check(summing, SHARDED)
+
+
+def test_a_collective_that_is_not_waited_for_is_caught(summing: StepGraph) -> None:
+    (wait,) = nodes_of(summing.graph, c10d.wait_tensor.default)
     wait.replace_all_uses_with(wait.args[0])
-    graph.graph.erase_node(wait)
+    summing.graph.erase_node(wait)
     with pytest.raises(InvariantError, match="is waited for 0 times"):
-        shard_dcp.check(graph, context)
+        shard_dcp.check(summing, SHARDED)
 
 
-@BOTH
-def test_a_result_that_is_read_before_the_wait_is_caught(deepseek: Captured, context: PassContext) -> None:
-    graph = sharded(deepseek, context)
-    call = collectives(graph)[0]
-    with graph.graph.inserting_after(call):
-        Emitter(graph.graph, like=call)(aten.neg.default, call)
+def test_a_result_that_is_read_before_the_wait_is_caught(summing: StepGraph) -> None:
+    (call,) = nodes_of(summing.graph, c10d.all_reduce.default)
+    with summing.graph.inserting_after(call):
+        Emitter(summing.graph, like=call)(aten.neg.default, call)
     with pytest.raises(InvariantError, match="is waited for"):
-        shard_dcp.check(graph, context)
+        shard_dcp.check(summing, SHARDED)
 
 
 def test_a_layer_without_merge_is_caught(deepseek: Captured) -> None:
     graph = sharded(deepseek, REPLICATED)
-    merge = nodes_of(graph.graph, dcp.merge_packed.default)[0]
+    merge = nodes_of(graph.graph, MERGE)[0]
     merge.replace_all_uses_with(graph.attention[0].out)
     graph.graph.erase_node(merge)
     with pytest.raises(InvariantError, match="1 merges for 2 sites"):
         shard_dcp.check(graph, REPLICATED)
 
 
-def test_layers_with_different_collectives_are_caught(deepseek: Captured) -> None:
+def test_a_layer_that_does_not_gather_is_caught(deepseek: Captured) -> None:
     """Ranks must meet in one order: a layer that differs from the others is a hang waiting to happen."""
     graph = sharded(deepseek, SHARDED)
-    gather = collectives(graph)[0]
-    wait = next(iter(gather.users))
-    wait.replace_all_uses_with(gather.args[0])
-    for node in (wait, gather):
-        graph.graph.erase_node(node)
-    with pytest.raises(InvariantError, match="collectives of layer 1 .* differ from those of layer 0"):
+    gather = exchanges(graph)[0]
+    gather.replace_all_uses_with(gather.args[0])
+    graph.graph.erase_node(gather)
+    with pytest.raises(InvariantError, match=r"layer 0 meets the other ranks in \['dcp::merge_ranks'\] instead of"):
         shard_dcp.check(graph, SHARDED)

@@ -7,11 +7,31 @@ kernels in ``kernels/peer_gather.py`` and ``kernels/peer_merge.py`` (see :mod:`d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ._library import define, fake, reference
-from .merge import merge_packed, pack_partials
+from .merge import pack_partials
+
+if TYPE_CHECKING:
+    from ..kernels.mailbox import Mailbox  # needs Triton
+
+NAMES = ("gather_heads", "merge_ranks")
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """What a group of ranks that write one another's memory uses."""
+
+    gather: Mailbox
+    merge: Mailbox
+
+
+MAILBOXES: dict[str, Mailboxes] = {}
+"""By name of the group; filled by :func:`dcp_compile.parallel.peers.open_exchange`."""
 
 define("gather_heads(Tensor query, int size, str group) -> Tensor")
 define("merge_ranks(Tensor out, Tensor lse, int heads, int size, str group) -> Tensor")
@@ -39,7 +59,8 @@ def merge_ranks(out: Tensor, lse: Tensor, heads: int, size: int, group: str) -> 
     else:
         parts = packed.unflatten(1, (size, heads)).transpose(0, 1).flatten(0, 1).contiguous()
         received = c10d.all_to_all_single(parts, [rows] * size, [rows] * size, group)
-    return merge_packed(c10d.wait_tensor(received).view(size, rows, heads, packed.shape[2]), latent)
+    received = c10d.wait_tensor(received).view(size, rows, heads, packed.shape[2])
+    return torch.ops.dcp.merge_packed(received, latent)
 
 
 @fake("gather_heads")
