@@ -21,7 +21,15 @@ from dcp_compile.config import DCPConfig
 from dcp_compile.parallel import ParallelLayout, parallel_layout
 from dcp_compile.parallel.heads import shard_heads
 from tests.distributed.ranks import run_ranks
-from tests.runtime.reference import BLOCK, MODELS, Captured, Reference, decode_by_transformers, decode_greedily
+from tests.runtime.reference import (
+    BLOCK,
+    MODELS,
+    TRAINED,
+    Captured,
+    Reference,
+    decode_by_transformers,
+    decode_greedily,
+)
 from tests.runtime.speculation import decode_in_rounds, with_stale_prefixes
 
 INTERLEAVES = (1, 4, BLOCK)
@@ -62,7 +70,7 @@ def prompt_lengths(dcp: int, interleave: int) -> list[int]:
 
 
 def build(setting: Setting) -> Any:
-    return MODELS[setting.model](**({} if setting.layers is None else {"layers": setting.layers}))
+    return (MODELS | TRAINED)[setting.model](**({} if setting.layers is None else {"layers": setting.layers}))
 
 
 @dataclass(frozen=True)

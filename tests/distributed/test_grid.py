@@ -25,6 +25,7 @@ REPLICATED = [
     Setting("deepseek_v3", 1, 4, 4, "flattened", 512),
     Setting("deepseek_v3", 1, 2, 8, "split", 64),
 ]
+TRAINED = [Setting("mini", 1, 2, 4, "split", 64)]
 # Heads sharded; this Kimi-K3 has one recurrent and one attention layer.
 SHARDED = [
     Setting("kimi_k3", 2, 1, 1, "split", 16, layers=2),
@@ -46,7 +47,7 @@ SPECULATIVE = [
 # Two replicas of two ranks.
 REPLICAS = [Setting("kimi_k3", 2, 2, 1, "flattened", 64, layers=2)]
 BY_WORLD = {
-    world: [setting for setting in REPLICATED + SHARDED + SPECULATIVE if max(setting.tp, setting.dcp) == world]
+    world: [setting for setting in REPLICATED + TRAINED + SHARDED + SPECULATIVE if max(setting.tp, setting.dcp) == world]
     + (REPLICAS if world == 4 else [])
     for world in (2, 4)
 }

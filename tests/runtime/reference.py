@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from dcp_compile.capture import StepGraph, capture
 from dcp_compile.compiler import compile_graph
 from dcp_compile.config import DCPConfig
+from dcp_compile.models.mini import mini_path
 from dcp_compile.parallel import ParallelLayout
 from dcp_compile.runtime import Engine
 from tests.tiny_models import VOCAB, tiny_deepseek_v3, tiny_kimi_k3, tiny_kimi_linear
@@ -51,6 +53,10 @@ MODELS: dict[str, Callable[..., Any]] = {
     "kimi_k3": _endless(calm_kimi_k3),
     "kimi_linear": _endless(tiny_kimi_linear),
     "deepseek_v3": _endless(tiny_deepseek_v3),
+}
+
+TRAINED: dict[str, Callable[..., Any]] = {
+    "mini": _endless(lambda: AutoModelForCausalLM.from_pretrained(mini_path(), dtype=torch.float32).eval()),
 }
 
 BLOCK = 8
