@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ._compat import size_for_one_row
 from .errors import UnsupportedModelError
 from .passes.graph_tools import census
+from .passes.shard_dcp import is_collective
 
 
 def explain(model: PreTrainedModel) -> str:
@@ -30,6 +34,7 @@ def explain(model: PreTrainedModel) -> str:
         f"ranks: dcp {parallel.dcp_size} (this is {parallel.dcp_rank}), tp {parallel.tp_size} (this is {parallel.tp_rank}), "
         f"heads {'sharded' if parallel.heads_sharded else 'replicated'}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
+        _weights(graph, config),
         f"attention: backend {report.choice.name}, layout {report.layout}",
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
@@ -37,7 +42,7 @@ def explain(model: PreTrainedModel) -> str:
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     lines += _memory(model._dcp_engine, parallel.dcp_size)
-    lines.append(f"collectives per step: {_collectives(graph) or 'none'}")
+    lines.append(_communication(graph, parallel))
     return "\n".join(lines)
 
 
@@ -68,17 +73,38 @@ def _memory(engine, dcp_size: int) -> list[str]:
         f"{engine.pages.total} pages, {pool / 2**20:.1f} MiB on this rank"
     ]
     if states:
-        lines.append(f"recurrent state: {per_sequence / 2**20:.2f} MiB per sequence on this rank")
+        lines.append(
+            f"recurrent state: {per_sequence} bytes ({per_sequence / 2**20:.2f} MiB) per sequence on this rank"
+        )
     return lines
 
 
-def _collectives(graph) -> str:
-    counts = Counter(
-        {
-            name.split("::")[1]: count
-            for name, count in census(graph.graph).items()
-            if name.startswith("_c10d_functional::")
-        }
+def _weights(graph, config) -> str:
+    """Parameters and buffers of this rank."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in graph.constants.values())
+    if config.tp_size == 1:
+        part = "the whole model"
+    else:
+        experts = "experts dealt whole" if config.expert_parallel else "experts sliced"
+        part = f"one of {config.tp_size} parts, {experts} where the model has any"
+    return f"weights: {size} bytes ({size / 2**20:.1f} MiB) on this rank, {part}"
+
+
+def _communication(graph, parallel) -> str:
+    """Calls and bytes of one step, and what carries them."""
+    calls = [node for node in graph.graph.nodes if node.op == "call_function" and is_collective(node)]
+    if not calls:
+        return "collectives per step: none"
+    counts = Counter(node.target.name().split("::")[1].partition(".")[0] for node in calls)
+    handed_in = sum(_bytes_for_one_row(node.args[0].meta["val"]) for node in calls)
+    return (
+        f"collectives per step: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}; "
+        f"{handed_in} bytes handed in by this rank for one row\n"
+        f"communication: torch.distributed with {parallel.transport}, what it uses for tensors on "
+        f"{calls[0].meta['val'].device.type}; there is no other path to choose"
     )
-    counts.pop("wait_tensor", None)
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def _bytes_for_one_row(fake: Tensor) -> int:
+    """Bytes of a tensor of the graph in a step of one request with one row."""
+    return fake.element_size() * math.prod(size_for_one_row(size) for size in fake.shape)
