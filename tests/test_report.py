@@ -26,7 +26,7 @@ class Model:
 
     def __init__(self, captured: StepGraph, config: DCPConfig, parallel: ParallelLayout):
         engine, report = compile_graph(captured, config, parallel)
-        self.__dict__["_dcp"] = Optimized(config, parallel, report, None)
+        self.__dict__["_dcp"] = Optimized(config, parallel, report, lambda: None)
         self._dcp_engine = engine
 
 
