@@ -25,7 +25,7 @@ class Split:
     """How one parameter is dealt to the ranks: rank r gets the r-th of ``tp_size`` equal runs along a dim.
 
     Attributes:
-        dim: the dim that is split. parts: tensors stacked along it, each of which is split by itself.
+        dim: the dim that is split. parts: tensors stacked along it, each of which is split by itself; 1 for dim 0.
         groups: setting of the model's config that counts what must stay together along the dim, such as heads; None:
             every index may go to another rank.
     """
@@ -43,8 +43,17 @@ class Split:
 
     def cut(self, entry: Any, shape: Sequence[int], rank: int, size: int) -> Tensor:
         """The rank's part of ``entry``, a tensor of this shape or whatever is read where it is indexed by slices."""
-        pieces = [entry[region] for region in self.regions(shape, rank, size)]
-        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        regions = self.regions(shape, rank, size)
+        if self.parts == 1:
+            return entry[regions[0]].contiguous()
+        # One index of the first dim after the other: a second copy of experts may be too large to hold.
+        own = [*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :]]
+        some = entry[(slice(0, 0),)]
+        out = torch.empty(own, dtype=some.dtype, device=some.device)
+        for index in range(shape[0]):
+            row = (slice(index, index + 1),)
+            out[row] = torch.cat([entry[row + region[1:]] for region in regions], self.dim)
+        return out
 
 
 @dataclass(frozen=True)
