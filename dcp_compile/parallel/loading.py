@@ -166,8 +166,8 @@ class ShardedLoading:
     def from_pretrained(cls, *args: Any, tp_size: int = 1, expert_parallel: bool = False, **kwargs: Any) -> Any:
         """As PreTrainedModel.from_pretrained; with ``tp_size`` > 1, this rank's part of the model.
 
-        Every rank of a program under torchrun calls it. ``forward()`` and ``generate()`` of the parts give on every rank
-        what the whole model gives.
+        Every rank of a program under torchrun calls it. ``forward()`` and ``generate()`` of the parts give on every
+        rank what the whole model gives.
 
         Args:
             tp_size: ranks that hold one model together.
@@ -200,7 +200,8 @@ class ShardedLoading:
         """The step of ``from_pretrained`` that reads tensors (transformers 5.17 and 5.24)."""
         loading = shard_loading()
         if loading is not None:
-            entries = {**(state_dict or {}), **loading.open(checked_files(model, state_dict, checkpoint_files, load_config))}
+            files = checked_files(model, state_dict, checkpoint_files, load_config)
+            entries = {**(state_dict or {}), **loading.open(files)}
             state_dict, checkpoint_files = loading.own_parts(model, _fitting(model, entries)), None
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
@@ -222,8 +223,8 @@ def checked_files(model, state_dict, checkpoint_files, load_config) -> list[str]
     devices = {str(device) for device in (load_config.device_map or {}).values()}
     if shard_loading() is not None and len(devices) > 1:
         raise CheckpointError(
-            f"device_map spreads {type(model).__name__} over {', '.join(sorted(devices))}; with tp_size > 1 every rank has "
-            "one device"
+            f"device_map spreads {type(model).__name__} over {', '.join(sorted(devices))}; with tp_size > 1 every rank "
+            "has one device"
         )
     return files
 

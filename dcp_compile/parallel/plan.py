@@ -126,9 +126,9 @@ def plan_splits(model: nn.Module, plan: ShardingPlan, tp_size: int) -> dict[str,
     for path, (what, count) in counts.items():
         if count % tp_size:
             raise ConfigError(
-                f"{path} {list(model.get_parameter(path).shape)}: {what}={count} does not divide over tp_size={tp_size} "
-                f"ranks; choose a tp_size that divides {common}, or tp_size=1 with dcp_size > 1, where every rank holds "
-                "the whole model"
+                f"{path} {list(model.get_parameter(path).shape)}: {what}={count} does not divide over "
+                f"tp_size={tp_size} ranks; choose a tp_size that divides {common}, or tp_size=1 with dcp_size > 1, where "
+                "every rank holds the whole model"
             )
     return splits
 

@@ -106,8 +106,8 @@ def shard_of(model: nn.Module) -> ModelShard | None:
 def weights_facts(model: nn.Module) -> dict[str, object]:
     """What ranks compare of their weights: all of them, or for parts what can be equal.
 
-    Parts differ by rank. Their files are compared by name, size, header and samples, and what every rank holds whole value
-    by value.
+    Parts differ by rank. Their files are compared by name, size, header and samples, and what every rank holds whole
+    value by value.
     """
     shard = shard_of(model)
     if shard is None:
@@ -126,16 +126,16 @@ def take_part(model: nn.Module, parallel: ParallelLayout, expert_parallel: bool)
         What brings back the model as it was.
 
     Raises:
-        UnsupportedModelError, ConfigError: the model cannot be split, or not over so many ranks, or was loaded as a part
-            for another number of them. Nothing is changed.
+        UnsupportedModelError, ConfigError: the model cannot be split, or not over so many ranks, or was loaded as a
+            part for another number of them. Nothing is changed.
     """
     shard = shard_of(model)
     if shard is None:
         return shard_model(model, parallel, expert_parallel).restore if parallel.tp_size > 1 else lambda: None
     if shard.tp_size != parallel.tp_size:
         raise ConfigError(
-            f"tp_size={parallel.tp_size}, but {type(model).__name__} was loaded with tp_size={shard.tp_size}; use the same "
-            "for both"
+            f"tp_size={parallel.tp_size}, but {type(model).__name__} was loaded with tp_size={shard.tp_size}; use the "
+            "same for both"
         )
     before, shard.group = shard.group, parallel.tp_group
     return lambda: setattr(shard, "group", before)
