@@ -287,8 +287,9 @@ def _load_model(options: argparse.Namespace) -> PreTrainedModel:
 
 def _parts(options: argparse.Namespace) -> dict[str, int]:
     """Models with a plan are loaded in parts; others are loaded whole and narrowed by optimize()."""
-    config = _load(AutoConfig, options.model)
-    return {"tp_size": options.tp_size} if options.tp_size > 1 and isinstance(config, KimiK3Config) else {}
+    if options.tp_size == 1 or not isinstance(_load(AutoConfig, options.model), KimiK3Config):
+        return {}
+    return {"tp_size": options.tp_size}
 
 
 def _load_draft(options: argparse.Namespace) -> PreTrainedModel | None:
