@@ -18,13 +18,10 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import ProcessGroup
 
 # Memory that the GPUs of one host can all write; multicast is not used (torch 2.11).
 from torch.distributed import _symmetric_memory as symmetric_memory
-
-# Collectives that a tracer records and that return what they made (torch 2.11 - 2.13).
-from torch.distributed import ProcessGroup
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import AttentionInterface, PreTrainedModel
@@ -48,6 +45,7 @@ __all__ = [
     "CACHE_NAME",
     "Cache",
     "CacheLayerMixin",
+    "EXPERT_PARALLEL",
     "Fakes",
     "Implementations",
     "LinearAttentionCacheLayerMixin",
@@ -55,13 +53,14 @@ __all__ = [
     "cache_argument",
     "compile_graph",
     "capture_outputs",
-    "functional_collectives",
     "get_implementations",
     "module_paths",
+    "one_tensor_at_a_time",
     "peer_memory",
     "recurrence_functions",
     "recurrent_state",
     "set_implementations",
+    "size_for_one_row",
     "trace",
     "traceable_experts",
     "unset_fake_temporarily",
@@ -104,6 +103,14 @@ class Fakes:
             raise CaptureError(
                 f"{name} computes differently for different numbers of rows; the trace needs {', '.join(fixed)}"
             )
+
+
+def size_for_one_row(size: int | torch.SymInt) -> int:
+    """A size in a traced graph where every symbol, such as the number of rows, is 1 (torch 2.11 - 2.13)."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs({symbol: 1 for symbol in expression.free_symbols}))
 
 
 def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[int]:
@@ -206,6 +213,25 @@ def traceable_experts(model: nn.Module) -> str:
     the host there (its fallback calls ``tolist``), so batched_mm takes its place."""
     parameter = next(model.parameters())
     return "batched_mm" if parameter.is_cuda and parameter.dtype != torch.bfloat16 else "grouped_mm"
+
+
+# Attribute of an experts module that makes transformers' functions leave out ids from num_experts on (5.24; 5.17 always does).
+EXPERT_PARALLEL = "_is_expert_parallel"
+
+
+@contextmanager
+def one_tensor_at_a_time() -> Iterator[None]:
+    """from_pretrained reads tensors one after another, in the order of their names, not in threads (5.17 and 5.24)."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 _RECURRENCE_ARGUMENTS = {"query", "key", "value", "g", "beta", "initial_state", "output_final_state"}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -14,22 +15,27 @@ from .drafting import prepare_draft, tap_layers
 from .errors import ConfigError, UnsupportedModelError
 from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
-from .parallel.agreement import check_agreement, weights_fingerprint
-from .parallel.heads import ShardedHeads, shard_heads
+from .parallel.agreement import check_agreement
+from .parallel.shard import shard_of, take_part, weights_facts
 from .passes.fingerprint import graph_fingerprint
 from .runtime.draft import DraftEngine
 
 
 @dataclass
 class Optimized:
-    """What optimize() left on a model; the draft's part is filled when a draft is compiled."""
+    """What optimize() left on a model; the draft's share is filled when a draft is compiled.
+
+    Attributes:
+        restore, restore_draft: bring back the weights as they were before.
+    """
 
     config: DCPConfig
     parallel: ParallelLayout
     report: CompileReport
-    heads: ShardedHeads | None
+    restore: Callable[[], None]
     draft: DraftEngine | None = None
     draft_report: CompileReport | None = None
+    restore_draft: Callable[[], None] = lambda: None
 
 
 def optimize(
@@ -68,22 +74,23 @@ def optimize(
     if backend != "auto":
         settings = settings.replace(backend=backend)
     _check_model(model)
+    settings = _settings_of_part(model, settings)
     parallel = parallel_layout(settings, next(model.parameters()).device)
     facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
-    facts |= {"device type": next(model.parameters()).device.type, "model class": type(model).__name__, "weights": weights_fingerprint(model)}
+    facts |= {"device type": next(model.parameters()).device.type, "model class": type(model).__name__}
+    facts |= weights_facts(model)
     check_agreement(parallel.replica, facts)
 
-    heads = shard_heads(model, parallel) if parallel.heads_sharded else None
+    restore = take_part(model, parallel, settings.expert_parallel)
     try:
         taps = tap_layers(model, draft) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
         check_agreement(parallel.replica, {"graph": graph_fingerprint(report.graph)})
         attach(model, engine)
     except BaseException:
-        if heads is not None:
-            heads.restore()
+        restore()
         raise
-    model._dcp = Optimized(settings, parallel, report, heads)
+    model._dcp = Optimized(settings, parallel, report, restore)
     if draft is not None:
         try:
             prepare_draft(model, draft)
@@ -99,9 +106,24 @@ def unoptimize(model: PreTrainedModel) -> PreTrainedModel:
     if optimized is None:
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; there is nothing to undo")
     detach(model)
-    if optimized.heads is not None:
-        optimized.heads.restore()
+    optimized.restore_draft()
+    optimized.restore()
     return model
+
+
+def _settings_of_part(model: PreTrainedModel, settings: DCPConfig) -> DCPConfig:
+    """The settings, with those that a model loaded in parts has decided already."""
+    shard = shard_of(model)
+    if shard is None:
+        if settings.expert_parallel and settings.tp_size == 1:
+            raise ConfigError("expert_parallel=True needs tp_size > 1: one rank has nobody to deal experts to")
+        return settings
+    if settings.tp_size not in (1, shard.tp_size) or settings.expert_parallel and not shard.expert_parallel:
+        raise ConfigError(
+            f"tp_size={settings.tp_size}, expert_parallel={settings.expert_parallel}, but {type(model).__name__} was loaded "
+            f"with tp_size={shard.tp_size}, expert_parallel={shard.expert_parallel}; leave both out, or load it with others"
+        )
+    return settings.replace(tp_size=shard.tp_size, expert_parallel=shard.expert_parallel)
 
 
 def _check_model(model: PreTrainedModel) -> None:

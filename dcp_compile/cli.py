@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
 from transformers.generation import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import DCPConfig, errors, explain, optimize, unoptimize
 from .config import DECODE_LAYOUTS, LOWERINGS
-from .models.k3_dspark import load_draft  # importing models registers Kimi-K3 with the Auto classes
+from .models import KimiK3Config  # importing models registers Kimi-K3 with the Auto classes
+from .models.k3_dspark import load_draft
 from .models.mini import mini_path
 
 
@@ -99,7 +100,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"))
     parser.add_argument("--dcp-size", type=int, help="ranks that share the KV cache (default: all)")
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the attention heads (default: %(default)s)")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that hold one model together (default: %(default)s)")
     defaults = DCPConfig()
     parser.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens per page and rank")
     parser.add_argument("--interleave", type=int, default=defaults.kv_interleave, help="consecutive tokens per rank")
@@ -281,7 +282,14 @@ def _load_model(options: argparse.Namespace) -> PreTrainedModel:
     device = _device(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype).to(device)
+    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype, **_parts(options)).to(device)
+
+
+def _parts(options: argparse.Namespace) -> dict[str, int]:
+    """Models with a plan are loaded in parts; others are loaded whole and narrowed by optimize()."""
+    if options.tp_size == 1 or not isinstance(_load(AutoConfig, options.model), KimiK3Config):
+        return {}
+    return {"tp_size": options.tp_size}
 
 
 def _load_draft(options: argparse.Namespace) -> PreTrainedModel | None:

@@ -19,6 +19,7 @@ from .errors import ConfigError, UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
 from .parallel.peers import ExchangePath, open_exchange
+from .parallel.shard import shard_of
 from .passes import PASSES, PassContext, PassResult, run_passes
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
@@ -113,7 +114,10 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     config, parallel = engine.config, engine.parallel
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
     context = dataclasses.replace(
-        _context(config, parallel), causal=draft.config.is_causal, heads_sharded=False, state_slots=1
+        _context(config, parallel),
+        causal=draft.config.is_causal,
+        heads_sharded=shard_of(draft) is not None,
+        state_slots=1,
     )
     width = min(config.num_speculative_tokens, draft.config.block_size)
     captured, context, choice, requirements, results = _matched(

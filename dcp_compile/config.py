@@ -23,7 +23,8 @@ class DCPConfig:
 
     Attributes:
         dcp_size: ranks over which the KV cache is sharded by token; None = all ranks of the tensor-parallel group, or 1.
-        tp_size: ranks over which attention heads are sharded; 1 = every rank holds all heads.
+        tp_size: ranks that hold one model together; 1 = every rank holds all of it, or the part it has loaded.
+        expert_parallel: with tp_size > 1, deal experts whole to the ranks; else every rank has a slice of each.
         block_size: tokens per page on one rank.
         kv_interleave: consecutive tokens that stay on one rank; divides block_size.
         max_batch_size: requests held at once.
@@ -45,6 +46,7 @@ class DCPConfig:
 
     dcp_size: int | None = None
     tp_size: int = 1
+    expert_parallel: bool = False
     block_size: int = 64
     kv_interleave: int = 1
     max_batch_size: int = 8
@@ -79,6 +81,7 @@ class DCPConfig:
         _check_choice("lowering", self.lowering, LOWERINGS)
         _check_choice("verify", self.verify, VERIFY_MODES)
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", True, False))
+        _check_choice("expert_parallel", self.expert_parallel, (True, False))
         for name in ("backend", "draft_backend"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)!r} must be "auto" or the name of an attention backend')

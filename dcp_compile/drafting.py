@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 
 from .compiler import compile_draft, compile_model
 from .errors import ConfigError, UnsupportedModelError
+from .parallel import ParallelLayout
+from .parallel.agreement import check_agreement
+from .parallel.shard import shard_of, take_part, weights_facts
 from .runtime.draft import DraftEngine
 
 
@@ -44,5 +49,22 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     taps = tap_layers(model, draft)
     if model._dcp_engine.tap_layers != taps:
         model.__dict__["_dcp_engine"], optimized.report = compile_model(model, optimized.config, optimized.parallel, taps)
-    optimized.draft, optimized.draft_report = compile_draft(draft, model, model._dcp_engine)
+    facts = {f"draft's {name}": value for name, value in weights_facts(draft).items()}
+    check_agreement(optimized.parallel.replica, facts)
+    optimized.restore_draft()  # of the draft before this one
+    optimized.draft, optimized.restore_draft = None, lambda: None
+    restore = _take_part(draft, optimized.parallel)
+    try:
+        optimized.draft, optimized.draft_report = compile_draft(draft, model, model._dcp_engine)
+    except BaseException:
+        restore()
+        raise
+    optimized.restore_draft = restore
     return optimized.draft
+
+
+def _take_part(draft: PreTrainedModel, parallel: ParallelLayout) -> Callable[[], None]:
+    """Split the draft as its target is split; a draft whose class has no plan stays whole on every rank."""
+    if shard_of(draft) is None and getattr(type(draft), "sharding_plan", None) is None:
+        return lambda: None
+    return take_part(draft, parallel, expert_parallel=False)

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ._compat import size_for_one_row
 from .errors import UnsupportedModelError
-from .ops import exchange
-from .passes.graph_tools import census
+from .passes.graph_tools import EXCHANGES, census
+from .passes.shard_dcp import is_collective
 
 
 def explain(model: PreTrainedModel) -> str:
@@ -29,6 +34,7 @@ def explain(model: PreTrainedModel) -> str:
         f"ranks: dcp {parallel.dcp_size} (this is {parallel.dcp_rank}), tp {parallel.tp_size} (this is {parallel.tp_rank}), "
         f"heads {'sharded' if parallel.heads_sharded else 'replicated'}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
+        _weights(graph, config),
         f"attention: backend {report.choice.name}, layout {report.layout}",
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
@@ -36,8 +42,7 @@ def explain(model: PreTrainedModel) -> str:
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     lines += _memory(model._dcp_engine, parallel.dcp_size)
-    lines.append(f"exchange: {report.path.name} ({report.path.reason})")
-    lines.append(f"collectives per step: {_collectives(graph) or 'none'}")
+    lines += _communication(graph, parallel, report.path)
     return "\n".join(lines)
 
 
@@ -68,14 +73,39 @@ def _memory(engine, dcp_size: int) -> list[str]:
         f"{engine.pages.total} pages, {pool / 2**20:.1f} MiB on this rank"
     ]
     if states:
-        lines.append(f"recurrent state: {per_sequence / 2**20:.2f} MiB per sequence on this rank")
+        lines.append(
+            f"recurrent state: {per_sequence} bytes ({per_sequence / 2**20:.2f} MiB) per sequence on this rank"
+        )
     return lines
 
 
-def _collectives(graph) -> str:
-    """How often the ranks meet in one step: exchanges of attention, and what the model itself sums or gathers."""
-    counts = census(graph.graph)
-    names = {name: name.split("::")[1] for name in counts if name.startswith("_c10d_functional::")}
-    names |= {f"dcp::{name}": name for name in exchange.NAMES if f"dcp::{name}" in counts}
-    names.pop("_c10d_functional::wait_tensor", None)
-    return ", ".join(f"{counts[name]} {short}" for name, short in sorted(names.items(), key=lambda item: item[1]))
+def _weights(graph, config) -> str:
+    """Parameters and buffers of this rank."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in graph.constants.values())
+    if config.tp_size == 1:
+        part = "the whole model"
+    else:
+        experts = "experts dealt whole" if config.expert_parallel else "experts sliced"
+        part = f"one of {config.tp_size} parts, {experts} where the model has any"
+    return f"weights: {size} bytes ({size / 2**20:.1f} MiB) on this rank, {part}"
+
+
+def _communication(graph, parallel, path) -> list[str]:
+    """Calls and bytes of one step, exchanges of attention and the model's own collectives, and what carries them."""
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    calls = [node for node in calls if is_collective(node) or node.target in EXCHANGES]
+    if not calls:
+        return ["collectives per step: none"]
+    counts = Counter(node.target.name().split("::")[1].partition(".")[0] for node in calls)
+    handed_in = sum(_bytes_for_one_row(operand.meta["val"]) for node in calls for operand in node.all_input_nodes)
+    return [
+        f"collectives per step: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}; "
+        f"{handed_in} bytes handed in by this rank for one row",
+        f"exchange of attention: {path.name} ({path.reason}); other collectives: torch.distributed with "
+        f"{parallel.transport}",
+    ]
+
+
+def _bytes_for_one_row(fake: Tensor) -> int:
+    """Bytes of a tensor of the graph in a step of one request with one row."""
+    return fake.element_size() * math.prod(size_for_one_row(size) for size in fake.shape)

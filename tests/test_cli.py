@@ -7,8 +7,10 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,31 @@ def test_generate_example():
     done = run([*TORCHRUN, "examples/generate.py"], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def read_lines(path):\n") and "MLA layers absorbed" in done.stdout
+
+
+def test_parts_over_two_nodes(folder, plain):
+    """One torchrun per node, as the example says, both on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    with ThreadPoolExecutor() as pool:
+        program = ["examples/parts.py", "--model", folder, "--prompt", PROMPT]
+        commands = [[*TORCHRUN[:2], *nodes, "--node-rank", rank, *program] for rank in "01"]
+        first, second = pool.map(lambda command: run(command, cwd=ROOT), commands)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.startswith(PROMPT + plain([PROMPT], 48)[0])
+    assert "tp 2 (this is 0)" in first.stdout and "one of 2 parts, experts sliced" in first.stdout
+    assert second.stdout == ""
+
+
+def test_benchmark_example(folder):
+    small = ["--model", folder, "--tp-size", "2", "--prompt-tokens", "5", "--new-tokens", "3", "--runs", "1"]
+    done = run([*ACCELERATE, "examples/benchmark.py", *small], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[:2]] == ["batch 1", "batch 4"]
+    assert all(float(line.split()[4]) > 0 for line in lines[:2])
 
 
 def test_demo_checks_itself():

@@ -26,7 +26,7 @@ class Model:
 
     def __init__(self, captured: StepGraph, config: DCPConfig, parallel: ParallelLayout):
         engine, report = compile_graph(captured, config, parallel)
-        self.__dict__["_dcp"] = Optimized(config, parallel, report, None)
+        self.__dict__["_dcp"] = Optimized(config, parallel, report, lambda: None)
         self._dcp_engine = engine
 
 
@@ -41,10 +41,12 @@ def test_one_rank(hybrid: StepGraph) -> None:
     assert text.startswith("Model: 1 MLA layers absorbed (4 heads, latent 32 + rope 8), 2 recurrent layers")
     assert "ranks: dcp 1 (this is 0), tp 1 (this is 0), heads replicated, interleave 1, block 4" in text
     assert "attention: backend torch, layout split" in text
-    assert "collectives per step: none" in text
+    assert text.endswith("collectives per step: none")
     assert "KV cache: 160 bytes per token, 160 per token and rank; 18 pages, 0.0 MiB on this rank" in text
     state = 2 * 4 * (4 * 16 * 16 + 3 * 3 * 4 * 16 + 192 * (3 + 3))  # states, records, windows, their records
-    assert f"recurrent state: {state / 2**20:.2f} MiB per sequence on this rank" in text
+    assert f"recurrent state: {state} bytes ({state / 2**20:.2f} MiB) per sequence on this rank" in text
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in hybrid.constants.values())
+    assert f"weights: {weights} bytes ({weights / 2**20:.1f} MiB) on this rank, the whole model" in text
 
 
 def test_every_backend_that_was_passed_over_has_its_reason(hybrid: StepGraph) -> None:
@@ -83,19 +85,25 @@ def attention_only() -> StepGraph:
     return capture(tiny_deepseek_v3(2, first_k_dense_replace=2))
 
 
-@pytest.mark.parametrize("tp_size, heads, collectives", [
-    (1, "replicated", "2 merge_ranks"),
-    (2, "sharded", "2 gather_heads, 2 merge_ranks"),
+# A partial of one head is 32 values and its log-sum-exp, a query 32 + 8 values; the graph has all 4 heads on every rank.
+@pytest.mark.parametrize("tp_size, heads, collectives, values", [
+    (1, "replicated", "2 merge_ranks", 4 * 33),
+    (2, "sharded", "2 gather_heads, 2 merge_ranks", 4 * 40 + 8 * 33),
 ])  # fmt: skip
-def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collectives: str) -> None:
+def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collectives: str, values: int) -> None:
     group = SimpleNamespace(group_name="ranks")
-    parallel = ParallelLayout(tp_size=tp_size, tp_rank=tp_size - 1, dcp_size=2, dcp_rank=1, dcp_group=group)
-    text = dcp_compile.explain(Model(attention_only, CONFIG.replace(kv_interleave=2), parallel))
+    parallel = ParallelLayout(
+        tp_size=tp_size, tp_rank=tp_size - 1, dcp_size=2, dcp_rank=1, dcp_group=group, transport="gloo"
+    )
+    text = dcp_compile.explain(Model(attention_only, CONFIG.replace(kv_interleave=2, tp_size=tp_size), parallel))
     assert "Model: 2 MLA layers absorbed" in text and "0 recurrent layers" in text
     assert f"dcp 2 (this is 1), tp {tp_size} (this is {tp_size - 1}), heads {heads}, interleave 2, block 4" in text
     assert "KV cache: 320 bytes per token, 160 per token and rank; 9 pages" in text
-    assert "exchange: collectives (tensors are on cpu; peer memory is a matter of CUDA devices)" in text
-    assert text.endswith(f"collectives per step: {collectives}")
+    handed_in = 2 * 4 * values  # two layers, four bytes
+    assert f"collectives per step: {collectives}; {handed_in} bytes handed in by this rank for one row\n" in text
+    reason = "tensors are on cpu; peer memory is a matter of CUDA devices"
+    assert f"exchange of attention: collectives ({reason}); other collectives: torch.distributed with gloo" in text
+    assert ("the whole model" if tp_size == 1 else "one of 2 parts, experts sliced") in text
     assert "recurrent state" not in text
 
 

@@ -31,6 +31,7 @@ class ParallelLayout:
         tp_group, dcp_group: process groups, None where the size is 1.
         replica: group of all ranks that work on the same requests, None for one rank.
         leader: global rank that decides for the replica.
+        transport: library that carries the messages between devices of the model's kind, None for one rank.
     """
 
     tp_size: int = 1
@@ -41,6 +42,7 @@ class ParallelLayout:
     dcp_group: dist.ProcessGroup | None = None
     replica: dist.ProcessGroup | None = None
     leader: int = 0
+    transport: str | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -99,6 +101,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         dcp_group=groups[dcp_size],
         replica=groups[size],
         leader=rank // size * size,
+        transport=_transport(everyone, device),
     )
 
 
@@ -109,7 +112,15 @@ def _initialise(size: int, device: torch.device, timeout: float) -> None:
         raise ConfigError(
             f"{size} ranks are needed but this program runs as one process; start it with torchrun --nproc-per-node {size}"
         )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    # With NCCL alone, what lies on the CPU could not be exchanged: a model is loaded there before it is moved.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def _transport(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What torch.distributed uses for tensors on a device."""
+    by_device = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return by_device[device.type]
 
 
 def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from dcp_compile.errors import ConfigError
+from dcp_compile.parallel.loading import ShardedLoading
 
 from .attention import block_mask
 from .drafting import DSparkDrafting
@@ -20,7 +21,7 @@ from .rope import DSparkRotaryEmbedding
 from .weights import StrictLoading
 
 
-class DSparkBackbone(DSparkDrafting, StrictLoading, PreTrainedModel):
+class DSparkBackbone(DSparkDrafting, StrictLoading, ShardedLoading, PreTrainedModel):
     """Base of the drafts; a subclass makes the modules annotated below.
 
     Positions are token positions; position s of the cache holds the target state of the token *at* s. A step for an

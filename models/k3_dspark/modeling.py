@@ -12,6 +12,7 @@ from .attention import eager_attention
 from .backbone import DSparkBackbone
 from .configuration import K3DSparkConfig
 from .layers import DSparkLayer, DSparkRMSNorm, Tables
+from .parallel_plan import SHARDING_PLAN
 from .rope import DSparkRotaryEmbedding, rotate_pairs, softmax_scale
 
 
@@ -74,6 +75,7 @@ class K3DSparkModel(DSparkBackbone):
 
     config: K3DSparkConfig
     config_class = K3DSparkConfig
+    sharding_plan = SHARDING_PLAN
 
     def __init__(self, config: K3DSparkConfig):
         super().__init__(config)

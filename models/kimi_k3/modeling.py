@@ -20,13 +20,14 @@ from transformers.utils import can_return_tuple
 
 from dcp_compile._compat import CACHE_NAME, attention_masks, capture_outputs
 from dcp_compile.errors import CheckpointError
+from dcp_compile.parallel.loading import ShardedLoading, checked_files, shard_loading
 
 from .attention import KimiK3Attention
 from .configuration import FULL_ATTENTION, KimiK3Config
 from .delta_attention import KimiK3DeltaAttention, ShortConvolution
 from .layers import KimiK3MLP, KimiK3RMSNorm
 from .moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoeBlock
-from .parallel_plan import HEAD_SHARDING
+from .parallel_plan import SHARDING_PLAN
 from .residual import MixQuery, Residual, mix, restart
 from .weights import official_state_dict, plan_loading
 
@@ -91,7 +92,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         return residual.prefix + y, residual.snapshots, residual.scales
 
 
-class KimiK3PreTrainedModel(PreTrainedModel):
+class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
     """What both model classes share: loading rules and the initialisation for training from scratch."""
 
     config_class = KimiK3Config
@@ -105,7 +106,7 @@ class KimiK3PreTrainedModel(PreTrainedModel):
     _is_stateful = True
     _can_record_outputs = {"hidden_states": KimiK3DecoderLayer, "attentions": KimiK3Attention}
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "conv1d", "o_norm", "e_score_correction_bias"]
-    head_sharding = HEAD_SHARDING
+    sharding_plan = SHARDING_PLAN
     # transformers looks for these two in the source of this very file; attention and experts have files of their own.
     _can_set_attn_implementation_cached_value = True
     _can_set_experts_implementation_cached_value = True
@@ -141,16 +142,20 @@ class KimiK3PreTrainedModel(PreTrainedModel):
         """The step of ``from_pretrained`` that reads tensors (transformers 5.17 and 5.24): here they get our names."""
         if "disk" in (load_config.device_map or {}).values():
             raise CheckpointError("device_map sends layers to disk, where fused experts cannot go; use cpu for them")
-        files = [] if state_dict is not None else checkpoint_files
-        if any(not file.endswith(".safetensors") for file in files):
-            raise CheckpointError(f"{files[0]} is not a safetensors file; convert the checkpoint to safetensors")
+        files = checked_files(model, state_dict, checkpoint_files, load_config)
+        loading = shard_loading()
         with ExitStack() as stack:
             entries = dict(state_dict or {})
-            for file in files:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                entries.update((name, opened.get_slice(name)) for name in opened.keys())
+            if loading is not None:
+                entries.update(loading.open(files))
+            else:
+                for file in files:
+                    opened = stack.enter_context(safe_open(file, framework="pt"))
+                    entries.update((name, opened.get_slice(name)) for name in opened.keys())
             root = model._checkpoint_root
             plan = plan_loading(model.state_dict(), entries, root, ignored=("lm_head.",) if root else ())
+            if loading is not None:
+                plan = loading.own_parts(model, plan)
             return PreTrainedModel._load_pretrained_model(model, plan, None, load_config, expected_keys)
 
     def save_pretrained(

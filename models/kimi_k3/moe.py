@@ -72,6 +72,8 @@ class KimiK3Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden_states, dtype=compute_dtype(hidden_states))
         for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:  # another rank has it
+                continue
             token, choice = (top_k_index == expert).nonzero(as_tuple=True)
             y = self._apply_gate(F.linear(hidden_states[token], self.gate_up_proj[expert]))
             y = F.linear(y, self.down_proj[expert]) * top_k_weights[token, choice, None]
@@ -92,10 +94,15 @@ class KimiK3SparseMoeBlock(nn.Module):
         self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
         self.shared_experts = KimiK3MLP(config, config.num_shared_experts * config.moe_intermediate_size)
 
+    @staticmethod
+    def complete(*sums: Tensor) -> tuple[Tensor, ...]:
+        """The sums over all parts of the experts, when this rank holds a part of them (see parallel_plan.py)."""
+        return sums
+
     def forward(self, x: Tensor) -> Tensor:
         """``x [batch, seq, hidden]`` -> the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
         experts, weights = self.gate(tokens)
         routed = self.experts(self.routed_expert_down_proj(tokens), experts, weights)
-        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
-        return routed.view(x.shape) + self.shared_experts(x)
+        routed, shared = self.complete(routed, self.shared_experts(tokens))
+        return (self.routed_expert_up_proj(self.routed_expert_norm(routed)) + shared).view(x.shape)

@@ -36,6 +36,50 @@ class LazyTensor:
         return self.read()[index]
 
 
+@dataclass(frozen=True)
+class FusedExperts:
+    """Experts of a layer as one tensor ``[experts, matrices * rows, columns]``, of which what is indexed is read.
+
+    Attributes:
+        sources: entries by expert and matrix, ``(weight,)`` or ``(packed, scale)``.
+        shape: of the fused tensor. dtype: of what is read.
+    """
+
+    sources: list[list[tuple[Any, ...]]]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """``index``: an ellipsis, or up to three slices of step 1."""
+        given = () if index is Ellipsis else index
+        slices = (*given, *[slice(None)] * (3 - len(given)))
+        experts, wanted, columns = (range(*part.indices(size)) for part, size in zip(slices, self.shape, strict=True))
+        rows = self.shape[1] // len(self.sources[0])
+        out = torch.empty(len(experts), len(wanted), len(columns), dtype=self.dtype)
+        for filled, expert in zip(out, experts, strict=True):
+            done = 0
+            for first, source in zip(range(0, self.shape[1], rows), self.sources[expert], strict=True):
+                start, stop = max(wanted.start - first, 0), min(wanted.stop - first, rows)
+                if start < stop:
+                    part = filled[done : done + stop - start]
+                    part.copy_(_read_matrix(source, slice(start, stop), columns, self.dtype))
+                    done += stop - start
+        return out
+
+
+def _read_matrix(source: tuple[Any, ...], rows: slice, columns: range, dtype: torch.dtype) -> Tensor:
+    """Some rows and columns of a matrix; of an MXFP4 one all groups that the columns lie in are read."""
+    if len(source) == 1:
+        return source[0][rows, columns.start : columns.stop]
+    packed, scale = source
+    first, last = columns.start // mxfp4.GROUP, -(-columns.stop // mxfp4.GROUP)
+    groups = mxfp4.decode(
+        packed[rows, first * mxfp4.GROUP // 2 : last * mxfp4.GROUP // 2], scale[rows, first:last], dtype
+    )
+    skipped = first * mxfp4.GROUP
+    return groups[:, columns.start - skipped : columns.stop - skipped]
+
+
 def fused_matrices(name: str) -> tuple[str, tuple[str, ...]] | None:
     """``(".../experts", matrices)`` if ``name`` is a fused expert parameter, else None."""
     for suffix, matrices in FUSED_EXPERTS.items():
@@ -98,27 +142,21 @@ def plan_loading(
 
 def _plan_experts(
     path: str, matrices: tuple[str, ...], fused: Tensor, text: Mapping[str, Any], take: Callable[[str, list[int]], Any]
-) -> LazyTensor:
+) -> FusedExperts:
     experts, rows, columns = fused.shape
     rows //= len(matrices)
-    sources = []
+    sources: list[list[tuple[Any, ...]]] = [[] for _ in range(experts)]
     for expert in range(experts):
         for matrix in matrices:
             name = f"{path}.{expert}.{matrix}.weight"
             if f"{name}_packed" in text or f"{name}_scale" in text:
                 packed = take(f"{name}_packed", [rows, columns // 2])
                 scale = take(f"{name}_scale", [rows, columns // mxfp4.GROUP])
-                sources.append((packed, scale))
+                sources[expert].append((packed, scale))
             else:
-                sources.append((take(name, [rows, columns]),))
+                sources[expert].append((take(name, [rows, columns]),))
 
-    def read() -> Tensor:
-        out = torch.empty(experts * len(matrices), rows, columns, dtype=fused.dtype)
-        for row, source in zip(out, sources, strict=True):
-            row.copy_(source[0][...] if len(source) == 1 else mxfp4.decode(source[0][...], source[1][...], fused.dtype))
-        return out.view(experts, len(matrices) * rows, columns)
-
-    return LazyTensor(read)
+    return FusedExperts(sources, tuple(fused.shape), fused.dtype)
 
 
 def _text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:

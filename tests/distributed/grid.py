@@ -2,7 +2,7 @@
 """Decoding on several ranks, setting by setting, against what transformers decodes on one.
 
 As a script: reads settings by number of ranks, prints one result per setting, both as JSON. Models are captured once and
-forked, except those whose heads are sharded: their step differs by rank.
+forked, except those that are split over the ranks: their step differs by rank.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from dcp_compile.capture import capture
 from dcp_compile.config import DCPConfig
 from dcp_compile.parallel import ParallelLayout, parallel_layout
-from dcp_compile.parallel.heads import shard_heads
+from dcp_compile.parallel.shard import shard_model
 from tests.distributed.ranks import run_ranks
 from tests.runtime.reference import (
     BLOCK,
@@ -47,6 +51,8 @@ class Setting:
         chunk: of the prefill. layers: of the model, None = its default.
         speculation: draft tokens of random verify rounds (see :func:`decode_in_rounds`); 0 = plain greedy decoding.
         stale: prefixes of the split layout are random older lengths.
+        expert_parallel: how experts are split with tp > 1. loaded: each rank loads its part from a folder, with MXFP4
+            experts, and does not cut it from a whole model.
     """
 
     model: str
@@ -58,10 +64,12 @@ class Setting:
     layers: int | None = None
     speculation: int = 0
     stale: bool = False
+    expert_parallel: bool = False
+    loaded: bool = False
 
     @property
-    def build(self) -> tuple[str, int | None]:
-        return self.model, self.layers
+    def build(self) -> tuple[str, int | None, bool]:
+        return self.model, self.layers, self.loaded
 
 
 def prompt_lengths(dcp: int, interleave: int) -> list[int]:
@@ -75,24 +83,26 @@ def build(setting: Setting) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the ranks are forked with, per model: itself, its captured step if all ranks share it, its references."""
+    """What the ranks are forked with, per model: its folder, its captured step if all ranks share it, its references."""
 
-    model: Any
+    folder: Path
     shared: Captured | None
     short: Reference
     long: Reference
 
 
-def prepare(settings: Sequence[Setting], seed: int) -> dict[tuple, Prepared]:
+def prepare(settings: Sequence[Setting], seed: int, folder: Path) -> dict[tuple, Prepared]:
     prepared = {}
     for setting in settings:
         if setting.build in prepared:
             continue
         same = [other for other in settings if other.build == setting.build]
-        model = build(setting)
+        model, own_folder = build(setting), folder / str(len(prepared))
+        if setting.loaded:
+            model = through_folder(model, own_folder)
         longest = max(len(prompt_lengths(other.dcp, other.interleave)) for other in same)
         prepared[setting.build] = Prepared(
-            model=model,
+            folder=own_folder,
             shared=Captured(model, capture(model)) if any(other.tp == 1 for other in same) else None,
             short=decode_by_transformers(model, list(range(1, longest + 1)), _STEPS, seed),
             long=decode_by_transformers(model, [_LONG, 3, _LONG - 70], _STEPS, seed + 1),
@@ -119,17 +129,27 @@ def check_settings(
         given = prepared[setting.build]
         step = given.shared
         if setting.tp > 1:
-            key = (*setting.build, setting.tp)
+            key = (*setting.build, setting.tp, setting.expert_parallel)
             if key not in sharded:
-                sharded[key] = _capture_shard(setting, layouts[place])
+                sharded[key] = _capture_part(setting, layouts[place], given.folder)
             step = sharded[key]
         results.append(_check(setting, step, layouts[place], given, seed, sparse))
     return results
 
 
-def _capture_shard(setting: Setting, parallel: ParallelLayout) -> Captured:
-    model = build(setting)
-    shard_heads(model, parallel)
+def through_folder(model: Any, folder: Path) -> Any:
+    """The model as it is after having been saved, in several files with MXFP4 experts, and loaded again."""
+    model.save_pretrained(folder, expert_format="mxfp4", max_shard_size="150KB")
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _capture_part(setting: Setting, parallel: ParallelLayout, folder: Path) -> Captured:
+    if setting.loaded:
+        options = {"tp_size": setting.tp, "expert_parallel": setting.expert_parallel}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    else:
+        model = build(setting)
+        shard_model(model, parallel, setting.expert_parallel)
     return Captured(model, capture(model))
 
 
@@ -172,18 +192,20 @@ def run(
         RuntimeError: a rank failed.
     """
     torch.set_num_threads(1)
-    prepared = prepare([setting for settings in by_world.values() for setting in settings], seed)
-    for world, settings in by_world.items():
-        by_rank = run_ranks(world, check_settings, settings, prepared, seed, sparse, timeout=timeout)
-        failed = [result for result in by_rank if isinstance(result, str)]
-        if failed:
-            raise RuntimeError("\n".join(failed))
-        for setting, ranks in zip(settings, zip(*by_rank)):
-            worst = {"wrong_tokens": max(r[0] for r in ranks), "error": max(r[1] for r in ranks)}
-            yield {"ranks": world, **dataclasses.asdict(setting), **worst}
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare([setting for settings in by_world.values() for setting in settings], seed, Path(folder))
+        for world, settings in by_world.items():
+            by_rank = run_ranks(world, check_settings, settings, prepared, seed, sparse, timeout=timeout)
+            failed = [result for result in by_rank if isinstance(result, str)]
+            if failed:
+                raise RuntimeError("\n".join(failed))
+            for setting, ranks in zip(settings, zip(*by_rank)):
+                worst = {"wrong_tokens": max(r[0] for r in ranks), "error": max(r[1] for r in ranks)}
+                yield {"ranks": world, **dataclasses.asdict(setting), **worst}
 
 
 if __name__ == "__main__":
+    disable_progress_bar()
     request = json.load(sys.stdin)
     by_world = {int(world): [Setting(**s) for s in settings] for world, settings in request.pop("settings").items()}
     json.dump(list(run(by_world, **request)), sys.stdout)

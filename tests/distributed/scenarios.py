@@ -6,18 +6,24 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import io
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AutoModel, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import dcp_compile
 from dcp_compile import DCPConfig
@@ -25,7 +31,9 @@ from dcp_compile.capture import StepGraph, capture
 from dcp_compile.compiler import compile_graph
 from dcp_compile.generation.patch import attach
 from dcp_compile.parallel import parallel_layout
+from dcp_compile.parallel.shard import shard_of
 from tests.distributed.ranks import run_ranks
+from tests.models.k3_dspark.tiny_draft import tiny_draft
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3
 
 TIMEOUT = 10.0
@@ -210,6 +218,72 @@ def heads_that_do_not_divide() -> list:
     return [optimise_with(three, config), optimise_with(tiny_kimi_linear(2), config)]
 
 
+@functools.cache
+def saved_kimi_k3() -> str:
+    """A folder of folders: a tiny Kimi-K3 with MXFP4 experts in several files, one of other weights, and a draft."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for seed, name in enumerate(("target", "other")):
+        tiny_kimi_k3(2, seed).save_pretrained(folder / name, expert_format="mxfp4", max_shard_size="100KB")
+    tiny_draft(0).save_pretrained(folder / "draft")
+    return str(folder)
+
+
+def load(tp_size: int, name: str = "target", **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(f"{saved_kimi_k3()}/{name}", tp_size=tp_size, **options)
+
+
+@scenario(3)
+def parts_that_cannot_be() -> dict:
+    """Sizes that do not divide, ranks that are not there, experts that nobody has."""
+    draft = f"{saved_kimi_k3()}/draft"
+    return {
+        "sizes": failure(lambda: load(3)),
+        "experts of one rank": failure(lambda: load(1, expert_parallel=True)),
+        "ranks": failure(lambda: load(6)),
+        "no experts": failure(lambda: AutoModel.from_pretrained(draft, tp_size=3, expert_parallel=True)),
+    }
+
+
+@scenario(2)
+def parts_that_differ() -> dict:
+    """One rank has another checkpoint, another value of a norm, or the whole model."""
+    odd = dist.get_rank() == 1
+    files, values, part = load(2, "other" if odd else "target"), load(2), load(2)
+    with torch.no_grad():
+        values.model.norm.weight[3] += 1e-3 * odd
+    config = CONFIG.replace(dcp_size=None)
+    return {
+        "files": failure(lambda: dcp_compile.optimize(files, config=config)),
+        "values": failure(lambda: dcp_compile.optimize(values, config=config)),
+        "kinds": failure(
+            lambda: dcp_compile.optimize(tiny_kimi_k3(2) if odd else part, config=config.replace(tp_size=2))
+        ),
+    }
+
+
+@scenario(2)
+def parts_by_themselves() -> dict:
+    """Logits of a part, what it refuses, what it has read, and who shows a progress bar."""
+    whole = AutoModelForCausalLM.from_pretrained(f"{saved_kimi_k3()}/target")
+    ids = torch.tensor([[5, 9, 11, 3, 70], [8, 7, 6, 5, 4]])
+    total = sum(path.stat().st_size for path in Path(saved_kimi_k3(), "target").glob("*.safetensors"))
+    report: dict[str, Any] = {}
+    for name, expert_parallel in (("sliced", False), ("dealt", True)):
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            part = load(2, expert_parallel=expert_parallel)
+        report["bars"] = "Loading weights" in shown.getvalue()
+        with torch.no_grad():
+            error = (part(ids).logits - whole(ids).logits).abs().max().item()
+        report[name] = {
+            "error": error,
+            "saving": failure(lambda: part.save_pretrained("nowhere")),
+            "contradiction": failure(lambda: dcp_compile.optimize(part, config=CONFIG.replace(tp_size=4))),
+            "read": shard_of(part).bytes_read / total,
+        }
+    return report
+
+
 class _Interrupt(LogitsProcessor):
     """Sends this process a signal when the sequence has ``length`` tokens."""
 
@@ -255,6 +329,7 @@ def rank_dies_while_optimising() -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     compiled_step()
+    saved_kimi_k3()
     reports = {}
     for name in sys.argv[1:]:
         world, patience, job = SCENARIOS[name]

@@ -26,14 +26,14 @@ REPLICATED = [
     Setting("deepseek_v3", 1, 2, 8, "split", 64),
 ]
 TRAINED = [Setting("mini", 1, 2, 4, "split", 64)]
-# Heads sharded; this Kimi-K3 has one recurrent and one attention layer.
+# Models in parts; this Kimi-K3 has one recurrent and one attention layer, one dense and one with experts.
 SHARDED = [
     Setting("kimi_k3", 2, 1, 1, "split", 16, layers=2),
-    Setting("kimi_k3", 2, 2, 4, "flattened", 64, layers=2),
+    Setting("kimi_k3", 2, 2, 4, "flattened", 64, layers=2, expert_parallel=True, loaded=True),
     Setting("deepseek_v3", 2, 2, 8, "split", 512, layers=2),
-    Setting("kimi_k3", 4, 1, 1, "flattened", 16, layers=2),
-    Setting("kimi_k3", 4, 2, 8, "flattened", 64, layers=2),
-    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2),
+    Setting("kimi_k3", 4, 1, 1, "flattened", 16, layers=2, expert_parallel=True),
+    Setting("kimi_k3", 4, 2, 8, "flattened", 64, layers=2, expert_parallel=True),
+    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, loaded=True),
 ]
 # Rounds of verify and decode with ragged counts and rejected suffixes.
 SPECULATIVE = [
@@ -42,7 +42,7 @@ SPECULATIVE = [
     Setting("kimi_linear", 1, 2, 8, "split", 64, speculation=2, stale=True),
     Setting("kimi_linear", 1, 2, 1, "flattened", 64, speculation=7),
     Setting("deepseek_v3", 1, 4, 1, "split", 64, speculation=7, stale=True),
-    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True),
+    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True),
 ]
 # Two replicas of two ranks.
 REPLICAS = [Setting("kimi_k3", 2, 2, 1, "flattened", 64, layers=2)]
@@ -80,4 +80,6 @@ def test_the_settings_cover_every_value_and_the_pairs_that_matter() -> None:
     }.items():
         assert seen(REPLICATED, *pair) == set(values)
     assert seen(SHARDED, "tp", "dcp") == {(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
+    kimi = [setting for setting in SHARDED if setting.model == "kimi_k3"]
+    assert seen(kimi, "expert_parallel", "loaded") == set(itertools.product((False, True), repeat=2))
     assert seen(SPECULATIVE, "model", "layout") >= set(itertools.product(("kimi_k3", "kimi_linear"), LAYOUTS))

@@ -47,9 +47,10 @@ def test_generate_with_sharded_heads_and_back(scenarios: dict[str, list]) -> Non
 
 def test_heads_that_cannot_be_sharded(scenarios: dict[str, list]) -> None:
     for odd_heads, no_table in scenarios["heads_that_do_not_divide"]:
-        assert odd_heads["error"] == no_table["error"] == "UnsupportedModelError"
-        assert "3 attention heads, which do not divide over tp_size=2" in odd_heads["text"]
-        assert "declares no head_sharding table" in no_table["text"]
+        assert odd_heads["error"] == "ConfigError" and no_table["error"] == "UnsupportedModelError"
+        assert "layers.0.self_attn.q_b_proj.weight [72, 24]: num_attention_heads=3" in odd_heads["text"]
+        assert "does not divide over tp_size=2 ranks; choose a tp_size that divides 3" in odd_heads["text"]
+        assert "has no sharding_plan for all of its attention layers" in no_table["text"]
         assert odd_heads["unchanged"] and no_table["unchanged"]
 
 

@@ -12,7 +12,7 @@ from dcp_compile.models.kimi_k3.delta_attention import KimiK3DeltaAttention
 from dcp_compile.models.kimi_k3.layers import KimiK3GatedRMSNorm, KimiK3RMSNorm, SituGate
 from dcp_compile.models.kimi_k3.modeling import KimiK3ForCausalLM
 from dcp_compile.models.kimi_k3.moe import KimiK3Experts, KimiK3Router, KimiK3SparseMoeBlock
-from dcp_compile.models.kimi_k3.parallel_plan import HEAD_SHARDING
+from dcp_compile.models.kimi_k3.parallel_plan import SHARDING_PLAN
 from dcp_compile.models.kimi_k3.residual import MixQuery, Residual, mix, restart
 from tests.tiny_models import randomise, tiny_kimi_k3_config
 
@@ -186,14 +186,17 @@ def test_slices_of_the_heads_add_up(kind, ranks, seed):
         for rank in range(ranks):
             part = kind(config, 0).double()
             for name, parameter in part.named_parameters():
-                tensor, dim = whole.get_parameter(name), HEAD_SHARDING.get(f"self_attn.{name}")
-                parameter.data = (tensor if dim is None else tensor.chunk(ranks, dim)[rank]).clone()
+                tensor, split = whole.get_parameter(name), SHARDING_PLAN.splits.get(f"self_attn.{name}")
+                parameter.data = (tensor if split is None else tensor.chunk(ranks, split.dim)[rank]).clone()
             total += run(part)
         assert_close(total, run(whole), rtol=0, atol=1e-11)
 
 
-def test_head_sharding_names_existing_parameters():
+def test_the_plan_names_existing_parameters_and_modules():
     with torch.device("meta"):
-        names = [name for name, _ in KimiK3ForCausalLM(tiny_kimi_k3_config(5)).named_parameters()]
-    assert all(any(name.endswith(suffix) for name in names) for suffix in HEAD_SHARDING)
-    assert KimiK3ForCausalLM.head_sharding is HEAD_SHARDING
+        model = KimiK3ForCausalLM(tiny_kimi_k3_config(5))
+    for plan in (SHARDING_PLAN, SHARDING_PLAN.expert_parallel):
+        for table, paths in ((plan.splits, model.named_parameters()), (plan.exchanges, model.named_modules())):
+            paths = [path for path, _ in paths]
+            assert all(any(path.endswith(f".{name}") or path == name for path in paths) for name in table)
+    assert KimiK3ForCausalLM.sharding_plan is SHARDING_PLAN

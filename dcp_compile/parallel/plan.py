@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank of a tensor-parallel group holds of a model, as tables of parameter and module names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, UnsupportedModelError
+from .exchange import sum_output
+
+if TYPE_CHECKING:
+    from .shard import ModelShard
+
+Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one parameter is dealt to the ranks: rank r gets the r-th of ``tp_size`` equal runs along a dim.
+
+    Attributes:
+        dim: the dim that is split. parts: tensors stacked along it, each of which is split by itself; 1 for dim 0.
+        groups: setting of the model's config that counts what must stay together along the dim, such as heads; None:
+            every index may go to another rank.
+    """
+
+    dim: int = 0
+    parts: int = 1
+    groups: str | None = None
+
+    def regions(self, shape: Sequence[int], rank: int, size: int) -> list[Region]:
+        """What rank ``rank`` of ``size`` holds of a tensor of this shape, to be concatenated along the dim."""
+        part = shape[self.dim] // self.parts
+        own = part // size
+        starts = [index * part + rank * own for index in range(self.parts)]
+        return [(slice(None),) * self.dim + (slice(start, start + own),) for start in starts]
+
+    def cut(self, entry: Any, shape: Sequence[int], rank: int, size: int) -> Tensor:
+        """The rank's part of ``entry``, a tensor of this shape or whatever is read where it is indexed by slices."""
+        regions = self.regions(shape, rank, size)
+        if self.parts == 1:
+            return entry[regions[0]].contiguous()
+        # One index of the first dim after the other: a second copy of experts may be too large to hold.
+        own = [*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :]]
+        some = entry[(slice(0, 0),)]
+        out = torch.empty(own, dtype=some.dtype, device=some.device)
+        for index in range(shape[0]):
+            row = (slice(index, index + 1),)
+            out[row] = torch.cat([entry[row + region[1:]] for region in regions], self.dim)
+        return out
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The table of a model class, which offers it as ``sharding_plan``.
+
+    Attributes:
+        splits: parameter name, or the end of it from a dot on -> its split. Other parameters are whole on every rank.
+        exchanges: module name, or the end of it -> what completes its output over the ranks.
+        expert_parallel: the plan in which every rank holds some experts whole instead of a slice of each; None: the
+            model has no experts to deal.
+    """
+
+    splits: Mapping[str, Split]
+    exchanges: Mapping[str, Callable[[ModelShard, nn.Module], None]]
+    expert_parallel: ShardingPlan | None = None
+
+
+# Attention heads of models that have no plan of their own: transformers' MLA.
+TRANSFORMERS_HEADS = ShardingPlan(
+    splits={
+        "self_attn.q_proj.weight": Split(0, groups="num_attention_heads"),
+        "self_attn.q_b_proj.weight": Split(0, groups="num_attention_heads"),
+        "self_attn.kv_b_proj.weight": Split(0, groups="num_attention_heads"),
+        "self_attn.o_proj.weight": Split(1, groups="num_attention_heads"),
+    },
+    exchanges={"self_attn.o_proj": sum_output},
+)
+
+
+def find_plan(model: nn.Module, expert_parallel: bool) -> ShardingPlan:
+    """The plan of a model's class, or the one for the attention heads of transformers' models.
+
+    Raises:
+        UnsupportedModelError: neither covers the model, or it has no experts to deal.
+    """
+    plan = getattr(type(model), "sharding_plan", None)
+    if plan is None:
+        _check_attention_only(model)
+        plan = TRANSFORMERS_HEADS
+    if expert_parallel and plan.expert_parallel is None:
+        raise UnsupportedModelError(
+            f"expert_parallel=True, but {type(model).__name__} has no experts that its plan could deal to the ranks; "
+            "leave it False"
+        )
+    return plan.expert_parallel if expert_parallel else plan
+
+
+def named(table: Mapping[str, Any], path: str) -> Any | None:
+    """The table's entry for a parameter or module path."""
+    return next((entry for name, entry in table.items() if path == name or path.endswith(f".{name}")), None)
+
+
+def plan_splits(model: nn.Module, plan: ShardingPlan, tp_size: int) -> dict[str, Split]:
+    """The split of every parameter that is split, by path; shapes are all that is looked at.
+
+    Raises:
+        ConfigError: something does not divide over the ranks.
+    """
+    config = model.config.get_text_config()
+    splits: dict[str, Split] = {}
+    counts: dict[str, tuple[str, int]] = {}
+    for path, parameter in model.named_parameters():
+        split = named(plan.splits, path)
+        if split is not None:
+            splits[path] = split
+            size = parameter.shape[split.dim] // split.parts
+            counts[path] = (split.groups, getattr(config, split.groups)) if split.groups else (f"dim {split.dim}", size)
+    common = math.gcd(*(count for _, count in counts.values()))
+    for path, (what, count) in counts.items():
+        if count % tp_size:
+            raise ConfigError(
+                f"{path} {list(model.get_parameter(path).shape)}: {what}={count} does not divide over "
+                f"tp_size={tp_size} ranks; choose a tp_size that divides {common}, or tp_size=1 with dcp_size > 1, where "
+                "every rank holds the whole model"
+            )
+    return splits
+
+
+def _check_attention_only(model: nn.Module) -> None:
+    """UnsupportedModelError unless TRANSFORMERS_HEADS names the output projection of every attention layer."""
+    paths = [path for path, _ in model.named_parameters() if ".self_attn." in path]
+    attention = {path.rpartition(".self_attn.")[0] for path in paths}
+    covered = {path.rpartition(".self_attn.")[0] for path in paths if path.endswith("o_proj.weight")}
+    if attention - covered or any(hasattr(module, "conv1d") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be sharded with tp_size > 1: its class has no sharding_plan for all of its "
+            "attention layers; use tp_size=1 (every rank holds the whole model) with dcp_size > 1"
+        )

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting tensors: in memory, from files, from experts that are stored apart and in four bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcp_compile.models.kimi_k3 import mxfp4
+from dcp_compile.models.kimi_k3.weights import FusedExperts
+from dcp_compile.parallel.loading import CheckpointFiles
+from dcp_compile.parallel.plan import Split
+
+
+@pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(1, parts=2)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_make_up_the_whole(split: Split, size: int) -> None:
+    whole = torch.randn(8, 24, 4).transpose(0, 2).contiguous().transpose(0, 2)  # not contiguous
+    parts = [split.cut(whole, whole.shape, rank, size) for rank in range(size)]
+    assert all(part.is_contiguous() and part.numel() * size == whole.numel() for part in parts)
+    stacks = zip(*(part.chunk(split.parts, split.dim) for part in parts))
+    assert torch.cat([torch.cat(stack, split.dim) for stack in stacks], split.dim).equal(whole)
+
+
+def test_nothing_to_cut() -> None:
+    assert Split(0).cut(torch.empty(0, 3), (0, 3), 1, 2).shape == (0, 3)
+    assert Split(1, parts=2).cut(torch.empty(0, 8, 3), (0, 8, 3), 1, 2).shape == (0, 4, 3)
+
+
+@pytest.mark.parametrize("stored", ["dense", "mxfp4"])
+@pytest.mark.parametrize("split", [Split(0), Split(1, parts=2), Split(2)])
+def test_experts_that_are_stored_apart(stored: str, split: Split) -> None:
+    """Columns of a rank begin and end within a group of 32 that shares a scale."""
+    experts, rows, columns, size = 4, 8, 96, 4
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(experts, 2, rows, columns, generator=generator)
+    sources = [[(matrix,) for matrix in expert] for expert in matrices]
+    if stored == "mxfp4":
+        sources = [[mxfp4.encode(matrix) for matrix in expert] for expert in matrices]
+        matrices = torch.stack([torch.stack([mxfp4.decode(*matrix) for matrix in expert]) for expert in sources])
+    shape = (experts, 2 * rows, columns)
+    fused, whole = FusedExperts(sources, shape, torch.float32), matrices.reshape(shape)
+    assert fused[...].equal(whole)
+    for rank in range(size):
+        assert split.cut(fused, shape, rank, size).equal(split.cut(whole, shape, rank, size))
+
+
+def test_files_are_mapped_one_at_a_time_and_what_is_read_is_counted(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(4, 6) for name in "abc"}
+    paths = [tmp_path / f"{name}.safetensors" for name in tensors]
+    for path, (name, tensor) in zip(paths, tensors.items()):
+        save_file({name: tensor}, path)
+    files = CheckpointFiles(paths)
+    entries = files.entries()
+
+    def mapped() -> int:
+        return len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+                    if line.endswith(".safetensors") and str(tmp_path) in line})  # fmt: skip
+
+    assert mapped() == 0 and files.bytes_read == 0
+    kept = []
+    for name in "abca":
+        kept.append(entries[name][:, 2:4])
+        assert kept[-1].equal(tensors[name][:, 2:4]) and kept[-1].is_contiguous() and mapped() == 1
+    assert files.bytes_read == 4 * 4 * 2 * 4
+    files.close()
+    assert mapped() == 0
+
+
+@pytest.mark.parametrize("change", ["value", "name", "shape"])
+def test_the_fingerprint_of_files_sees_other_files(tmp_path: Path, change: str) -> None:
+    tensor = torch.randn(16, 8)
+    other = {"value": tensor + 1, "name": tensor, "shape": tensor.view(8, 16)}[change]
+    for folder, content in (("one", {"a": tensor}), ("two", {"b" if change == "name" else "a": other})):
+        (tmp_path / folder).mkdir()
+        save_file(content, tmp_path / folder / "model.safetensors")
+    one, two = (CheckpointFiles([tmp_path / folder / "model.safetensors"]).fingerprint() for folder in ("one", "two"))
+    assert one != two and len(one) == 16
