@@ -38,6 +38,10 @@ def explain(model: PreTrainedModel) -> str:
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     lines += _memory(model._dcp_engine, parallel.dcp_size)
     lines.append(f"collectives per step: {_collectives(graph) or 'none'}")
+    if optimized.draft is not None:
+        lines += _draft(optimized.draft, optimized.draft_report)
+    if model._dcp_engine.verify_costs is not None:
+        lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
 
 
@@ -69,6 +73,31 @@ def _memory(engine, dcp_size: int) -> list[str]:
     ]
     if states:
         lines.append(f"recurrent state: {per_sequence / 2**20:.2f} MiB per sequence on this rank")
+    return lines
+
+
+def _draft(draft, report) -> list[str]:
+    sees = "all of its context" if draft.window is None else f"the latest {draft.window} tokens of its context"
+    return [
+        f"draft {type(draft.model).__name__}: {len(report.graph.sites)} MLA layers, blocks of up to {draft.width} tokens "
+        f"that see {sees}; backend {report.choice.name}, layout {report.layout}",
+        f"collectives per block: {_collectives(report.graph) or 'none'}",
+    ]
+
+
+def _adaptive(costs, draft) -> list[str]:
+    """What adaptive verification weighs: chances against times."""
+    lines = ["verify lengths: adaptive, milliseconds of a verify step by rows of all requests"]
+    for requests, points in costs.table.items():
+        times = ", ".join(f"{rows}: {1e3 * seconds:.3g}" for rows, seconds in points.items())
+        block = f"; draft block {1e3 * draft.costs.seconds(requests, 0):.3g}" if draft is not None else ""
+        lines.append(f"  up to {requests} requests  {times}{block}")
+    head = draft is not None and draft.gives_confidence
+    lines.append(
+        "  chances: "
+        + ("the DSpark draft's confidence head; for other drafts " if head else "")
+        + "the running acceptance rate of each position"
+    )
     return lines
 
 

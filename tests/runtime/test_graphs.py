@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dcp_compile
-from dcp_compile.runtime.graphs import batch_buckets
+from dcp_compile.runtime.graphs import buckets
 from tests.tiny_models import tiny_kimi_k3
 
 SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}
@@ -15,7 +15,7 @@ SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_spec
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])])
 def test_buckets_reach_the_largest_batch(most, sizes):
-    assert batch_buckets(most) == sizes
+    assert buckets(most) == sizes
 
 
 @pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_replays_equal_transformers_and_survive_reused_memory():
 def test_a_replay_does_not_wait_for_the_device():
     model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
     engine = model._dcp_engine
-    bucket = engine.step._buckets[1]
+    bucket = engine.step._buckets[1, 1]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
