@@ -55,6 +55,36 @@ def test_a_verify_step_commits_nothing(name: str) -> None:
         torch.testing.assert_close(logits, wanted, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_committing_is_running_the_kept_tokens_one_by_one(name: str) -> None:
+    """Recurrent states and convolution windows of every layer, for every number of kept tokens of a whole draft."""
+    tokens = reference(name).rows([4])
+    prompt, following = tokens.prompts, tokens.tokens[:, :5]
+    engine = engine_of(name)
+    kinds = ("state", "conv_state")
+
+    def states(session) -> list[torch.Tensor]:
+        slot = session._slots[0]
+        return [tensor[slot].clone() for ref, tensor in engine.states.items() if ref.kind in kinds]
+
+    with engine.open(1, 40) as single:
+        single.prefill(prompt)
+        one_by_one = [states(single)]
+        for column in following.T:
+            single.decode(column, [True])
+            one_by_one.append(states(single))
+    for kept in range(6):  # none, ..., the anchor and all of K = 4 drafts
+        with engine.open(1, 40) as session:
+            session.prefill(prompt)
+            session.verify(following, [5])
+            assert all(map(torch.equal, states(session), one_by_one[0]))
+            session.commit([kept])
+            session.verify(torch.tensor([[7]]), [1])  # the next step is what carries a commit out
+            for found, wanted in zip(states(session), one_by_one[kept], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert any((one - other).abs().max() > 1e-2 for one, other in zip(one_by_one[0], one_by_one[1]))
+
+
 def session_offsets(session, expected: Reference) -> list[int]:
     return [length - len(prompt) for length, prompt in zip(session.lengths, expected.prompts)]
 
