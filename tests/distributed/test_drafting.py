@@ -23,8 +23,8 @@ def window(dcp: int, interleave: int, layout: str) -> tuple:
     return "window", {"windows": WINDOWS, "dcp_size": dcp, "kv_interleave": interleave, "decode_layout": layout}
 
 
-def sampling(acceptance: str, verify: str, **warpers) -> tuple:
-    settings = {"dcp_size": 2, "num_speculative_tokens": 3, "verify": verify, "sequences": 250}
+def sampling(acceptance: str, **warpers) -> tuple:
+    settings = {"dcp_size": 2, "num_speculative_tokens": 3, "sequences": 250}
     return "sampling", {"acceptance": acceptance, "sampling": {"top_k": 0, **warpers}, **settings}
 
 
@@ -32,16 +32,14 @@ JOBS = {
     2: [
         window(2, 1, "split"),
         window(2, 4, "flattened"),
-        greedy("mini", "dspark", 2, 4, "split", 7, [3], verify="adaptive", draft_window=20),
-        greedy("tiny", "dspark", 2, 1, "flattened", 4, [3]),
+        greedy("tiny", "dspark", 2, 1, "flattened", 4, [3], verify="adaptive", draft_window=5),
         greedy("tiny", "oracle", 2, 4, "split", 4, [3]),
         greedy("tiny", "adversary", 2, BLOCK, "flattened", 7, [3]),
-        sampling("standard", "full", temperature=0.8, top_k=6),
-        sampling("block", "adaptive", temperature=1.2, top_p=0.9),
+        sampling("standard", temperature=0.8, top_k=6),
+        sampling("block", temperature=1.2, top_p=0.9),
     ],
     4: [
         window(4, 1, "split"),
-        window(4, 2, "split"),
         greedy("tiny", "oracle", 4, 1, "split", 1, [3]),
     ],
 }
