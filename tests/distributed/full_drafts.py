@@ -4,8 +4,7 @@ a part.
 
 ``python -m tests.distributed.full_drafts [--worlds 1 2 4] [--seed N]`` prints the number of settings and of failures per
 pair and number of ranks, every failing setting, and exits with 1 if there is one. Each setting decodes a batch of one and
-one of three ragged rows, the trained pair also adaptively with a window. It takes about an
-hour on two cores.
+one of three ragged rows, the trained pair also adaptively with a window.
 """
 
 from __future__ import annotations
