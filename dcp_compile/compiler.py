@@ -15,15 +15,16 @@ from .backends import AttentionRequirements, BackendChoice
 from .cache import PagePool, SlotPool
 from .capture import StepGraph, capture
 from .config import DCPConfig
-from .errors import ConfigError, UnsupportedModelError
+from .errors import BackendError, ConfigError, UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
 from .parallel import ParallelLayout
 from .parallel.peers import ExchangePath, open_exchange
 from .parallel.shard import shard_of
 from .passes import PASSES, PassContext, PassResult, run_passes
+from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
-from .runtime.graphs import GraphRunner, batch_buckets
+from .runtime.graphs import GraphRunner, buckets
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         pages=PagePool(context.pages),
         slots=SlotPool(context.state_slots),
     )
+    if config.verify == "adaptive" and engine.verify is not None:
+        engine.verify_costs = measure_verify(engine)
     return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements, path)
 
 
@@ -111,8 +114,13 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     Raises:
         CaptureError, MatchError, BackendError: as :func:`compile_model`, for the draft.
     """
-    config, parallel = engine.config, engine.parallel
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
+    return compile_block(capture(step, ("hidden_states",)), draft, engine)
+
+
+def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
+    """The draft engine for a captured block step; ``captured`` itself is not rewritten and can be compiled again."""
+    config, parallel = engine.config, engine.parallel
     context = dataclasses.replace(
         _context(config, parallel),
         causal=draft.config.is_causal,
@@ -121,16 +129,19 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
     )
     width = min(config.num_speculative_tokens, draft.config.block_size)
     captured, context, choice, requirements, results = _matched(
-        capture(step), context, config, config.draft_backend, width
+        captured, context, config, config.draft_backend, width
     )
+    if config.draft_window is not None:
+        context = _windowed(context)
     results += run_passes(captured, context, PASSES[1:])
     states = allocate_states([captured], requirements.kv_dtype)
     path = _open_exchange(captured, config, parallel, requirements)
     block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
-        block = GraphRunner(block, width, batch_buckets(config.max_batch_size), columns, True, engine.device, pool)
-    return DraftEngine(
+        block = GraphRunner(block, [width], buckets(config.max_batch_size), columns, True, engine.device, pool)
+    adaptive = config.verify == "adaptive"
+    compiled = DraftEngine(
         model=draft,
         block=block,
         caches=[states[ref] for ref in sorted(states, key=lambda ref: ref.layer)],
@@ -138,7 +149,12 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
         block_size=config.block_size,
         interleave=config.kv_interleave,
         width=width,
-    ), CompileReport(captured, results, choice, context.layout, requirements, path)
+        window=config.draft_window,
+        gives_confidence=adaptive and draft.confidence_head is not None,
+    )
+    if adaptive:
+        compiled = dataclasses.replace(compiled, costs=measure_blocks(compiled, config.max_batch_size, engine.device))
+    return compiled, CompileReport(captured, results, choice, context.layout, requirements, path)
 
 
 def _matched(
@@ -158,6 +174,20 @@ def _matched(
     return captured, context, choice, requirements, results
 
 
+def _windowed(context: PassContext) -> PassContext:
+    """The context of a block that sees only what follows its prefix (see :meth:`DraftEngine.run_block`).
+
+    Raises:
+        BackendError: the attention backend has no call for that.
+    """
+    if "split" not in backends.get_backend(context.backend).capabilities.layouts:
+        raise BackendError(
+            f"draft_window needs the tail call of the split layout, which the {context.backend} backend lacks; leave "
+            "draft_window out or name another draft_backend"
+        )
+    return dataclasses.replace(context, layout="tail")
+
+
 class DraftStep(nn.Module):
     """A draft between the target's embedding and output head: a causal LM that can be captured."""
 
@@ -171,15 +201,11 @@ class DraftStep(nn.Module):
 
     def forward(self, input_ids, position_ids, cache, use_cache=True) -> CausalLMOutputWithPast:
         hidden = self.draft(inputs_embeds=self.embedding(input_ids), position_ids=position_ids, cache=cache)
-        return CausalLMOutputWithPast(logits=self.head(hidden))
+        return CausalLMOutputWithPast(logits=self.head(hidden), hidden_states=hidden)
 
 
 def _check_available(config: DCPConfig, device: torch.device) -> None:
     """ConfigError for settings whose machinery does not exist, or not on this device; silence would hide that."""
-    if config.draft_window is not None:
-        raise ConfigError(f"draft_window={config.draft_window}: drafts attend to their whole context; leave it None")
-    if config.verify != "full":
-        raise ConfigError(f'verify={config.verify!r}: every draft is verified whole; leave it "full"')
     if config.kv_cache_dtype.startswith("float8"):
         raise ConfigError(
             f"kv_cache_dtype={config.kv_cache_dtype!r}: 8-bit caches need a scale that nothing computes yet; use a 16- or "
@@ -198,12 +224,13 @@ def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
 def _captured(
     programs: dict[bool, StepProgram], config: DCPConfig, parallel: ParallelLayout, device: torch.device
 ) -> dict[bool, StepProgram]:
-    """The programs behind CUDA graphs: one token per request for a step, the widest block for a verify step."""
+    """The programs behind CUDA graphs: one token per request for a step, the widths in use for a verify step."""
     pool = torch.cuda.graph_pool_handle()
-    batches, columns = batch_buckets(config.max_batch_size), table_columns(config, parallel.dcp_size)
-    rows = {False: 1, True: config.num_speculative_tokens + 1}
+    batches, columns = buckets(config.max_batch_size), table_columns(config, parallel.dcp_size)
+    widest = config.num_speculative_tokens + 1
+    widths = {False: [1], True: buckets(widest) if config.verify == "adaptive" else [widest]}
     return {
-        verify: GraphRunner(program, rows[verify], batches, columns, verify, device, pool)
+        verify: GraphRunner(program, widths[verify], batches, columns, verify, device, pool)
         for verify, program in programs.items()
     }
 

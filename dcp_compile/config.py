@@ -39,8 +39,9 @@ class DCPConfig:
         lowering: "eager", "inductor", or "auto" (inductor on a GPU, eager on a CPU).
         cuda_graphs: "auto" (on a GPU), True or False.
         num_speculative_tokens: most draft tokens one verify step judges.
-        draft_window: tokens of context a draft attends to; None = all.
-        verify: "full" (the whole draft block) or "adaptive" (per-request verify lengths).
+        draft_window: tokens of context a DSpark draft attends to, the latest ones; None = all.
+        verify: "full" (whole drafts) or "adaptive" (as much of each draft as is expected to pay for its time, which is
+            measured by optimize()).
         timeout: seconds after which a rank that does not answer is an error.
     """
 

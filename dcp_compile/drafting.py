@@ -33,7 +33,8 @@ def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...
 def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine:
     """The compiled form of ``draft`` for the optimised ``model``; compiled once and kept on the model.
 
-    When the target was compiled without the draft's taps it is compiled again with them.
+    When the target was compiled without the draft's taps it is compiled again with them. Nothing changes if that, or
+    compiling the draft, fails.
 
     Raises:
         ConfigError, UnsupportedModelError: the draft does not fit the target.
@@ -47,18 +48,20 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     if not optimized.config.num_speculative_tokens:
         raise ConfigError("num_speculative_tokens=0: call optimize() with at least 1 to generate with a draft")
     taps = tap_layers(model, draft)
-    if model._dcp_engine.tap_layers != taps:
-        model.__dict__["_dcp_engine"], optimized.report = compile_model(model, optimized.config, optimized.parallel, taps)
+    engine, report = model._dcp_engine, optimized.report
+    if engine.tap_layers != taps:
+        engine, report = compile_model(model, optimized.config, optimized.parallel, taps)
     facts = {f"draft's {name}": value for name, value in weights_facts(draft).items()}
     check_agreement(optimized.parallel.replica, facts)
-    optimized.restore_draft()  # of the draft before this one
-    optimized.draft, optimized.restore_draft = None, lambda: None
     restore = _take_part(draft, optimized.parallel)
     try:
-        optimized.draft, optimized.draft_report = compile_draft(draft, model, model._dcp_engine)
+        compiled = compile_draft(draft, model, engine)
     except BaseException:
         restore()
         raise
+    optimized.restore_draft()  # of the draft before this one
+    model.__dict__["_dcp_engine"], optimized.report = engine, report
+    optimized.draft, optimized.draft_report = compiled
     optimized.restore_draft = restore
     return optimized.draft
 

@@ -43,6 +43,10 @@ def explain(model: PreTrainedModel) -> str:
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     lines += _memory(model._dcp_engine, parallel.dcp_size)
     lines += _communication(graph, parallel, report.path)
+    if optimized.draft is not None:
+        lines += _draft(optimized.draft, optimized.draft_report)
+    if model._dcp_engine.verify_costs is not None:
+        lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
 
 
@@ -91,21 +95,55 @@ def _weights(graph, config) -> str:
 
 
 def _communication(graph, parallel, path) -> list[str]:
-    """Calls and bytes of one step, exchanges of attention and the model's own collectives, and what carries them."""
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    calls = [node for node in calls if is_collective(node) or node.target in EXCHANGES]
-    if not calls:
+    meetings = _meetings(graph)
+    if meetings is None:
         return ["collectives per step: none"]
-    counts = Counter(node.target.name().split("::")[1].partition(".")[0] for node in calls)
-    handed_in = sum(_bytes_for_one_row(operand.meta["val"]) for node in calls for operand in node.all_input_nodes)
     return [
-        f"collectives per step: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}; "
-        f"{handed_in} bytes handed in by this rank for one row",
+        f"collectives per step: {meetings}",
         f"exchange of attention: {path.name} ({path.reason}); other collectives: torch.distributed with "
         f"{parallel.transport}",
     ]
 
 
+def _meetings(graph) -> str | None:
+    """Exchanges of attention and the model's own collectives of one step, and their bytes; None: there are none."""
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    calls = [node for node in calls if is_collective(node) or node.target in EXCHANGES]
+    if not calls:
+        return None
+    counts = Counter(node.target.name().split("::")[1].partition(".")[0] for node in calls)
+    handed_in = sum(_bytes_for_one_row(operand.meta["val"]) for node in calls for operand in node.all_input_nodes)
+    return (
+        f"{', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}; {handed_in} bytes handed in by this "
+        "rank for one row"
+    )
+
+
 def _bytes_for_one_row(fake: Tensor) -> int:
     """Bytes of a tensor of the graph in a step of one request with one row."""
     return fake.element_size() * math.prod(size_for_one_row(size) for size in fake.shape)
+
+
+def _draft(draft, report) -> list[str]:
+    sees = "all of its context" if draft.window is None else f"the latest {draft.window} tokens of its context"
+    return [
+        f"draft {type(draft.model).__name__}: {len(report.graph.sites)} MLA layers, blocks of up to {draft.width} tokens "
+        f"that see {sees}; backend {report.choice.name}, layout {report.layout}",
+        f"collectives per block: {_meetings(report.graph) or 'none'}",
+    ]
+
+
+def _adaptive(costs, draft) -> list[str]:
+    """What adaptive verification weighs: chances against times."""
+    lines = ["verify lengths: adaptive, milliseconds of a verify step by rows of all requests"]
+    for requests, points in costs.table.items():
+        times = ", ".join(f"{rows}: {1e3 * seconds:.3g}" for rows, seconds in points.items())
+        block = f"; draft block {1e3 * draft.costs.seconds(requests, 0):.3g}" if draft is not None else ""
+        lines.append(f"  up to {requests} requests  {times}{block}")
+    head = draft is not None and draft.gives_confidence
+    lines.append(
+        "  chances: "
+        + ("the DSpark draft's confidence head; for other drafts " if head else "")
+        + "the running acceptance rate of each position"
+    )
+    return lines

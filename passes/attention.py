@@ -33,7 +33,8 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
     """Attention of ``site`` over this rank's pages.
 
     flattened: every row is on its own, with its own bound. split: all rows of a request share one bound over the prefix
-    of final tokens, a small second call covers the rest, and the two merge by their LSE.
+    of final tokens, a small second call covers the rest, and the two merge by their LSE. tail: the prefix is out of
+    sight, and that second call is all there is.
     """
     place = (context.rank, context.dcp_size, context.interleave)
     calls: list[fx.Node] = []
@@ -54,11 +55,10 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
         out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, site.scale, context.backend)
     else:
         prefix = add(dcp.prefix_bounds.default, site.prefix_lengths, *place)
-        parts = [
-            pair(dcp.mla_prefix.default, *query, prefix, site.scale, context.backend),
-            pair(dcp.mla_tail.default, *query, requests, prefix, bounds, site.scale, context.backend),
-        ]
-        outs = add(aten.stack.default, [part[0] for part in parts])
-        lses = add(aten.stack.default, [part[1] for part in parts])
-        out, lse = pair(dcp.merge_partials.default, outs, lses)
+        out, lse = pair(dcp.mla_tail.default, *query, requests, prefix, bounds, site.scale, context.backend)
+        if context.layout == "split":
+            parts = [pair(dcp.mla_prefix.default, *query, prefix, site.scale, context.backend), (out, lse)]
+            outs = add(aten.stack.default, [part[0] for part in parts])
+            lses = add(aten.stack.default, [part[1] for part in parts])
+            out, lse = pair(dcp.merge_partials.default, outs, lses)
     return Attention(q_latent, q_rope, out, lse, tuple(calls))

@@ -18,7 +18,7 @@ class PassContext:
         verify_rows: rows a verify step may leave pending (M).
         verify: lower recurrent layers to their verify form.
         causal: rows of a request see themselves and what is before them; else all rows see one another.
-        layout: "split" or "flattened".
+        layout: "split", "flattened" or, for blocks with a window, "tail".
         backend: name of the attention backend.
         group: name of the DCP process group; None when dcp_size is 1.
         heads_sharded: each rank of the group holds its own query heads, else every rank holds all of them.

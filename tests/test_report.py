@@ -12,10 +12,11 @@ import dcp_compile
 from dcp_compile import DCPConfig, UnsupportedModelError, backends
 from dcp_compile.api import Optimized
 from dcp_compile.capture import StepGraph, capture
-from dcp_compile.compiler import compile_graph
+from dcp_compile.compiler import compile_draft, compile_graph
 from dcp_compile.parallel import ParallelLayout
 from dcp_compile.passes import PASSES
 from dcp_compile.passes.graph_tools import census
+from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_linear
 
 CONFIG = DCPConfig(block_size=4, max_batch_size=3, max_seq_len=21, num_speculative_tokens=2)
@@ -78,6 +79,26 @@ def test_calls_before_and_after_every_pass(hybrid: StepGraph) -> None:
     prologue, body = sum(census(graph.prologue.graph).values()), sum(census(graph.graph).values())
     assert f"one step: 1 prologue of {prologue} calls, body of {body} calls" in text
     assert prologue + body == counts[-1][2]
+
+
+def test_a_draft_its_window_and_the_times_that_lengths_depend_on(hybrid: StepGraph) -> None:
+    config = CONFIG.replace(verify="adaptive", draft_window=7)
+    model = Model(hybrid, config, ParallelLayout())
+    text = dcp_compile.explain(model)
+    assert "draft" not in text.split("verify lengths")[0]
+    assert text.endswith("  chances: the running acceptance rate of each position")
+    heads = target_heads(draft := tiny_draft(0), 0)
+    target = SimpleNamespace(get_input_embeddings=lambda: heads[0], get_output_embeddings=lambda: heads[1])
+    model._dcp.draft, model._dcp.draft_report = compile_draft(draft, target, model._dcp_engine)
+    text = dcp_compile.explain(model)
+    assert (
+        "draft K3DSparkModel: 2 MLA layers, blocks of up to 2 tokens that see the latest 7 tokens of its context; backend "
+        "torch, layout tail" in text
+    )
+    times = re.findall(r"^  up to (\d) requests  (.*); draft block [\d.e-]+$", text, re.MULTILINE)
+    rows = [[int(entry.split(":")[0]) for entry in entries.split(", ")] for _, entries in times]
+    assert [requests for requests, _ in times] == ["1", "2", "3"] and rows == [[1, 2, 3], [2, 4, 6], [3, 6, 9]]
+    assert "  chances: the DSpark draft's confidence head; for other drafts the running acceptance rate" in text
 
 
 @pytest.fixture(scope="module")

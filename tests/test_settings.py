@@ -40,8 +40,6 @@ def test_a_16_bit_cache_rounds_latents_and_nothing_else(captured):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"draft_window": 128}, "draft_window=128"),
-        ({"verify": "adaptive"}, "verify='adaptive'"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"cuda_graphs": True}, "cuda_graphs=True"),
     ],

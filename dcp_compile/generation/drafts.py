@@ -55,11 +55,14 @@ class Proposal:
         tokens: int64 ``[rows, width]``.
         counts: real draft tokens per row, at most the row's limit.
         probs: float32 ``[rows, width, vocab]``, what each token was drawn from; None for tokens that were not drawn.
+        confidences: float32 ``[rows, width]``, the draft's own estimate that a token is accepted if all before it are,
+            made before that token was chosen; None if it makes none.
     """
 
     tokens: Tensor
     counts: list[int]
     probs: Tensor | None = None
+    confidences: Tensor | None = None
 
     @staticmethod
     def stack(tokens: Sequence[Tensor], probs: Sequence[Tensor] | None = None) -> Proposal:

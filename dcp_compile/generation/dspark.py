@@ -33,7 +33,7 @@ class DSparkProposer:
             empty = [torch.empty(0, dtype=torch.int64) for _ in counts]
             return Proposal.stack(empty)
         anchors = torch.stack([sequence[-1] for sequence in sequences])
-        base = self._engine.run_block(anchors, self._session.lengths, self._session.block_table, counts)
+        base, hidden = self._engine.run_block(anchors, self._session.lengths, self._session.block_table, counts)
         tokens, probabilities = [], []
         previous = anchors.to(base.device)
         for row in range(base.shape[1]):
@@ -42,7 +42,19 @@ class DSparkProposer:
             tokens.append(previous)
             probabilities.append(drawn_from)
         sampled = probabilities[0] is not None
-        return Proposal(torch.stack(tokens, dim=1), counts, torch.stack(probabilities, dim=1) if sampled else None)
+        return Proposal(
+            torch.stack(tokens, dim=1),
+            counts,
+            torch.stack(probabilities, dim=1) if sampled else None,
+            self._confidences(hidden, [anchors.to(base.device), *tokens[:-1]]),
+        )
+
+    def _confidences(self, hidden: Tensor, before: list[Tensor]) -> Tensor | None:
+        """Chances ``[B, K]`` of the drafts, from the block's states ``[B, K, H]`` and the tokens before each of them."""
+        if not self._engine.gives_confidence:
+            return None
+        with torch.no_grad():
+            return self._engine.model.confidence(hidden, torch.stack(before, dim=1))
 
     def commit(self, kept: Sequence[int]) -> None:
         """The session has handed the kept rows' hidden states to the draft already."""

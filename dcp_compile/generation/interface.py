@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..runtime.costs import StepCosts
+
 
 class Session(Protocol):
     """The pages and state slots of one batch, from prefill to the last token. A context manager: leaving it frees them.
@@ -65,10 +67,12 @@ class Engine(Protocol):
     Attributes:
         vocab_size: columns of the logits.
         max_query_rows: tokens per row one verify step takes, anchor included; 1 means that drafts cannot be verified.
+        verify_costs: times of verify steps if their lengths adapt to the drafts, None if drafts are verified whole.
     """
 
     vocab_size: int
     max_query_rows: int
+    verify_costs: StepCosts | None
 
     def open(self, batch: int, max_length: int) -> Session:
         """Reserve a session for ``batch`` rows of at most ``max_length`` tokens each, prompt included.

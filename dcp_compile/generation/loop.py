@@ -20,6 +20,7 @@ from .columns import Columns
 from .drafts import Proposal, Proposer
 from .interface import Session
 from .processors import is_context_free
+from .schedule import Schedule, WholeDrafts
 from .validate import check_proposal
 
 
@@ -39,9 +40,15 @@ def decode_plain(session: Session, call: DecodeCall) -> GenerateDecoderOnlyOutpu
 
 
 def decode_speculative(
-    session: Session, call: DecodeCall, proposer: Proposer, width: int, acceptance: str
+    session: Session,
+    call: DecodeCall,
+    proposer: Proposer,
+    width: int,
+    acceptance: str,
+    schedule: Schedule = WholeDrafts(),
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """Draft at most ``width`` tokens per row, verify them in one step, keep what ``acceptance`` (of RULES) allows.
+    """Draft at most ``width`` tokens per row, verify as many of them as ``schedule`` wants in one step, keep what
+    ``acceptance`` (of RULES) allows.
 
     Rows advance independently if all processors are context-free. Otherwise each step advances all rows by the tokens
     the slowest one keeps, so that processors see the same rectangular batches as without drafts. Scores of a row's
@@ -55,10 +62,12 @@ def decode_speculative(
     columns.publish()
     while not columns.finished:
         runs = [columns.runs(row) for row in rows]
-        limits = [min(width, columns.room(row) - 1) if runs[row] else 0 for row in rows]
+        room = [min(width, columns.room(row) - 1) if runs[row] else 0 for row in rows]
+        limits = schedule.before(room, runs)
         proposal = proposer.propose(columns.sequences(), limits)
         proposal = dataclasses.replace(proposal, tokens=proposal.tokens.cpu())
         check_proposal(proposal, limits, call.vocab_size)
+        proposal = dataclasses.replace(proposal, counts=schedule.after(proposal, runs))
         drafts, counts = _agree_on_drafts(session, call, columns, proposal, width)
         window = torch.cat([columns.last()[:, None], drafts], dim=1)
         fed = [counts[row] + 1 if runs[row] else 0 for row in rows]
@@ -68,6 +77,7 @@ def decode_speculative(
         else:
             scores, judged = _scores_in_lockstep(session, call, columns, drafts, counts, runs, logits)
         tokens, emitted = _judge(session, call, scores, drafts, judged, proposal.probs, acceptance)
+        schedule.learn(judged, [len(row) - 1 for row in emitted])
         kept = [columns.until_end(emitted[row]) if runs[row] else 0 for row in rows]
         if not ragged:
             lasting = [row for row in rows if runs[row] and emitted[row][kept[row] - 1] not in call.eos_tokens]

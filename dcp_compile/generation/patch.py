@@ -25,6 +25,7 @@ from .drafts import CausalLMProposer, PromptLookup, Proposer
 from .dspark import DSparkProposer
 from .interface import Engine
 from .loop import decode_plain, decode_speculative
+from .schedule import ByAcceptanceRate, ByConfidence, Schedule, WholeDrafts
 
 ENGINE = "_dcp_engine"
 _DEFAULT_NGRAM = 2  # transformers' own
@@ -115,7 +116,8 @@ class DcpGenerateMixin:
         with engine.open(len(call.prompts), call.row_length) as session:
             proposer = make_proposer()
             try:
-                return decode_speculative(session, call, proposer, width, acceptance or "standard")
+                schedule = _schedule(self, width, assistant_model)
+                return decode_speculative(session, call, proposer, width, acceptance or "standard", schedule)
             finally:
                 proposer.close()
 
@@ -194,6 +196,17 @@ def _proposer(model: Any, config: GenerationConfig, assistant: Any) -> Callable[
         engine = prepare_draft(model, assistant)
         return lambda: DSparkProposer(engine)
     return assistant.dcp_proposer if hasattr(assistant, "dcp_proposer") else lambda: CausalLMProposer(assistant)
+
+
+def _schedule(model: Any, width: int, assistant: Any) -> Schedule:
+    """How much of the drafts is verified, by DCPConfig.verify."""
+    costs = vars(model)[ENGINE].verify_costs
+    if costs is None:
+        return WholeDrafts()
+    if not is_dspark(assistant):
+        return ByAcceptanceRate(width, costs)
+    draft = model._dcp.draft
+    return ByConfidence(costs, draft.costs) if draft.gives_confidence else ByAcceptanceRate(width, costs, draft.costs)
 
 
 def _draft_width(engine: Engine, config: GenerationConfig, assistant: Any) -> int:

@@ -46,7 +46,7 @@ _REFUSED_ARGUMENTS = {
 _IGNORED_SETTINGS = {
     "compile_config": "the model is compiled already",
     "prefill_chunk_size": "DCPConfig.prefill_chunk sets the size of prefill steps",
-    "assistant_confidence_threshold": "every draft runs to its full length",
+    "assistant_confidence_threshold": "DCPConfig.verify decides how much of a draft is verified",
     "num_assistant_tokens_schedule": "the draft length is num_assistant_tokens, or the engine's limit if that is less",
     "synced_gpus": "ranks are kept in step by the leader's decisions",
 }
@@ -255,6 +255,10 @@ def check_proposal(proposal: Proposal, limits: Sequence[int], vocab_size: int) -
     for tokens in (proposal.tokens[row, :count] for row, count in enumerate(counts) if count):
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise GenerationError(f"the draft proposed {tokens.tolist()}; token ids must be in [0, {vocab_size})")
+    if proposal.confidences is not None and list(proposal.confidences.shape) != [rows, width]:
+        raise GenerationError(
+            f"the draft's confidences have shape {list(proposal.confidences.shape)}; expected {[rows, width]}"
+        )
     if proposal.probs is not None and list(proposal.probs.shape) != [rows, width, vocab_size]:
         raise GenerationError(
             f"the draft's probabilities have shape {list(proposal.probs.shape)}; expected {[rows, width, vocab_size]}"

@@ -47,12 +47,13 @@ def _attend(
     block_size = kv_cache.shape[1]
     for request in range(block_table.shape[0]):
         rows = (requests == request).nonzero().squeeze(-1)
-        longest = int(bounds[rows].max()) if rows.numel() else 0
-        if longest == 0:
+        first, longest = (int(starts[rows].min()), int(bounds[rows].max())) if rows.numel() else (0, 0)
+        if longest <= first:
             continue
-        pages = block_table[request, : -(-longest // block_size)].long()
-        keys = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[:longest].to(dtype)
-        index = torch.arange(longest, device=keys.device)
+        first -= first % block_size  # read whole pages, and none before the first key that is seen
+        pages = block_table[request, first // block_size : -(-longest // block_size)].long()
+        keys = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[: longest - first].to(dtype)
+        index = torch.arange(first, longest, device=keys.device)
         seen = (index >= starts[rows, None]) & (index < bounds[rows, None])
         keys = torch.where(seen.any(dim=0)[:, None], keys, 0.0)  # unwritten cache rows may hold NaN
         scores = torch.einsum("the,le->thl", query[rows], keys) * scale

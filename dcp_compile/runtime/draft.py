@@ -17,6 +17,7 @@ from torch import Tensor
 from ..lower import StepProgram
 from ..parallel import ParallelLayout
 from ..parallel.failures import answering_ranks
+from .costs import StepCosts
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class DraftEngine:
         model: the draft (its projections of target states and its Markov head run uncompiled).
         block: program of one block step. caches: its KV cache per layer.
         block_size, interleave: of the token layout. width: most tokens one block proposes.
+        window: context tokens a block sees, the latest ones; None = all.
+        gives_confidence: proposals come with the confidence head's opinion of them, for adaptive verification.
+        costs: times of its blocks, measured for adaptive verification only.
     """
 
     model: torch.nn.Module
@@ -36,6 +40,9 @@ class DraftEngine:
     block_size: int
     interleave: int
     width: int
+    window: int | None = None
+    gives_confidence: bool = False
+    costs: StepCosts | None = None
 
     @torch.no_grad()
     def ingest(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
@@ -56,8 +63,10 @@ class DraftEngine:
             torch.ops.dcp.kv_write(latent[0, 0], rope[0, 0], cache, slots)
 
     @torch.no_grad()
-    def run_block(self, anchors: Tensor, lengths: Sequence[int], block_table: Tensor, counts: Sequence[int]) -> Tensor:
-        """Base logits ``[B, K, V]`` of one block per request, K the largest count.
+    def run_block(
+        self, anchors: Tensor, lengths: Sequence[int], block_table: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Base logits ``[B, K, V]`` and hidden states ``[B, K, H]`` of one block per request, K the largest count.
 
         Args:
             anchors: ``[B]`` newest token of each request, at position ``lengths[b]``.
@@ -65,19 +74,20 @@ class DraftEngine:
         """
         rows = max(counts)
         ids = self.model.block_ids(anchors.cpu(), rows)
-        column = torch.arange(rows)
-        positions = torch.where(
-            column < torch.tensor(list(counts))[:, None], torch.tensor(list(lengths))[:, None] + column, -1
-        )
+        column, context = torch.arange(rows), torch.tensor(list(lengths))
+        positions = torch.where(column < torch.tensor(list(counts))[:, None], context[:, None] + column, -1)
+        # With a window the compiled block sees nothing but what follows the prefix: the window and the block itself.
+        prefix = context if self.window is None else (context - self.window).clamp_min(0)
         inputs = {
             "input_ids": ids.reshape(-1),
             "row_positions": positions.reshape(-1).clamp_min(0),
             "logit_rows": torch.arange(ids.numel()),
             "positions": positions,
             "block_table": block_table,
-            "prefix_lengths": torch.tensor(list(lengths)),
+            "prefix_lengths": prefix,
             "state_slots": torch.full((len(ids),), -1, dtype=torch.int32),
             "accepted": torch.zeros(len(ids), dtype=torch.int32),
         }
         with answering_ranks("running a draft block"):
-            return self.block(inputs)[0].unflatten(0, positions.shape)
+            logits, hidden = (output.unflatten(0, positions.shape) for output in self.block(inputs))
+        return logits, hidden

@@ -16,6 +16,7 @@ from ..errors import CapacityError
 from ..layout import pages_needed
 from ..lower import StepProgram
 from ..parallel import ParallelLayout
+from .costs import StepCosts
 from .session import Session
 
 
@@ -27,6 +28,7 @@ class Engine:
         step: program that commits every row. verify: program that leaves its rows pending, None without speculation.
         states: KV caches and recurrent states by layer.
         verify_steps: verify steps run so far, over all sessions.
+        verify_costs: times of verify steps, measured for adaptive verification only.
         vocab_size: of the logits. tap_layers: layers whose hidden states the programs return for a draft.
     """
 
@@ -41,6 +43,7 @@ class Engine:
     slots: SlotPool
     tap_layers: tuple[int, ...] = ()
     verify_steps: int = 0
+    verify_costs: StepCosts | None = None
 
     @property
     def max_query_rows(self) -> int:

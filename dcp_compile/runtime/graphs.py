@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaying step programs as CUDA graphs.
 
-One graph per bucket (requests, rows), all in one memory pool. Inputs live in buffers the bucket owns; a smaller batch fills
+One graph per bucket (requests, rows per request), all in one memory pool. Inputs live in buffers the bucket owns; a smaller batch fills
 the rest with padded requests (position -1, state slot -1), which write nothing. Warm-up and capture run on padded
 requests only, so they leave KV caches and recurrent state as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +88,7 @@ class GraphRunner:
     """Runs a step program by replay where a bucket fits, else directly.
 
     Args:
-        program: as lowered. rows: query rows per request of its buckets. batches: requests of its buckets.
+        program: as lowered. widths: query rows per request of its buckets. batches: requests of its buckets.
         columns: block-table width. all_rows: whether logits of all rows are wanted, or of each request's last row.
         pool: memory pool that the graphs of an engine share.
 
@@ -98,33 +99,33 @@ class GraphRunner:
     def __init__(
         self,
         program: StepProgram,
-        rows: int,
+        widths: list[int],
         batches: list[int],
         columns: int,
         all_rows: bool,
         device: torch.device,
         pool: tuple[int, int],
     ):
-        self._program, self._rows, self._device, self._all_rows = program, rows, device, all_rows
-        self._buckets = {
-            batch: self._capture(batch, columns, pool) for batch in sorted(batches, reverse=True)
-        }
+        self._program, self._device, self._all_rows = program, device, all_rows
+        largest_first = itertools.product(sorted(batches, reverse=True), sorted(widths, reverse=True))
+        self._buckets = {place: self._capture(*place, columns, pool) for place in largest_first}
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         batch, rows = inputs["positions"].shape
-        bucket = self._buckets.get(min((size for size in self._buckets if size >= batch), default=None))
-        if bucket is None or rows > self._rows:
+        place = smallest_bucket(self._buckets, batch, rows)
+        if place is None:
             return self._program(inputs)
+        bucket = self._buckets[place]
         bucket.staging.fill(inputs)
         bucket.graph.replay()
         if not self._all_rows:
             return tuple(out[:batch] for out in bucket.outputs)
-        return tuple(out.unflatten(0, (-1, self._rows))[:batch, :rows].flatten(0, 1) for out in bucket.outputs)
+        return tuple(out.unflatten(0, place)[:batch, :rows].flatten(0, 1) for out in bucket.outputs)
 
-    def _capture(self, batch: int, columns: int, pool: tuple[int, int]) -> _Bucket:
-        staging = Staging(batch, self._rows, columns, self._device)
-        total = batch * self._rows
-        wanted = range(total) if self._all_rows else range(self._rows - 1, total, self._rows)
+    def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> _Bucket:
+        staging = Staging(batch, rows, columns, self._device)
+        total = batch * rows
+        wanted = range(total) if self._all_rows else range(rows - 1, total, rows)
         logit_rows = torch.tensor(list(wanted), device=self._device)
 
         def run() -> tuple[Tensor, ...]:
@@ -143,13 +144,18 @@ class GraphRunner:
                 outputs = run()
         except Exception as error:
             raise CaptureError(
-                f"a step of {batch} requests x {self._rows} rows cannot be captured as a CUDA graph: {error}. Pass "
+                f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
                 "cuda_graphs=False to run without graphs"
             ) from error
         return _Bucket(staging, logit_rows, graph, outputs)
 
 
-def batch_buckets(most: int) -> list[int]:
+def smallest_bucket(places: Iterable[tuple[int, int]], batch: int, rows: int) -> tuple[int, int] | None:
+    """The least of ``places`` (requests, rows per request) that holds ``batch`` requests of ``rows`` rows, if any does."""
+    return min((place for place in places if place[0] >= batch and place[1] >= rows), default=None)
+
+
+def buckets(most: int) -> list[int]:
     """1, 2, 4, ... and ``most`` itself."""
     sizes = [1]
     while sizes[-1] * 2 < most:

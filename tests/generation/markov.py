@@ -12,6 +12,7 @@ class MarkovEngine:
     """Logits are rows of ``table [vocab, vocab]``, by the last token."""
 
     max_query_rows = 8
+    verify_costs = None
 
     def __init__(self, table) -> None:
         self.table = table

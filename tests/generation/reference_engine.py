@@ -21,6 +21,7 @@ class ReferenceEngine:
         self.model = model
         self.vocab_size = model.config.get_text_config().vocab_size
         self.max_query_rows = max_query_rows
+        self.verify_costs = None
         self.max_length = max_length
         self.max_batch = max_batch
         self.opened = self.closed = 0

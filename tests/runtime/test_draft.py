@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache
 
 import dcp_compile
-from dcp_compile.errors import ConfigError, UnsupportedModelError
+from dcp_compile.errors import CapacityError, ConfigError, UnsupportedModelError
+from tests.generation.helpers import Scripted, prompts, sometimes_wrong
 from tests.models.k3_dspark.tiny_draft import tiny_draft
 from tests.tiny_models import tiny_kimi_k3
 
@@ -16,14 +17,14 @@ TAPS = (1, 2, 4)
 PAGES = {"block_size": 4, "max_batch_size": 3, "max_seq_len": 64, "prefill_chunk": 5, "num_speculative_tokens": 4}
 
 
-def draft_for(target, seed: int = 0, **overrides):
+def draft_for(target, seed: int = 0, taps=TAPS, **overrides):
     config = target.config
     return tiny_draft(
         seed,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         target_hidden_size=config.hidden_size,
-        target_layer_ids=list(TAPS),
+        target_layer_ids=list(taps),
         target_num_hidden_layers=config.num_hidden_layers,
         mask_token_id=config.vocab_size - 1,
         **overrides,
@@ -64,7 +65,7 @@ def test_blocks_equal_the_reference_after_prefill_and_rejection(plain, draft, op
         for kept in ([3, 1, 5], [1, 0, 2], [2, 4, 1]):
             counts = [4, 2, 3]
             anchors = torch.randint(0, vocab - 1, (3,), generator=generator)
-            base = engine.run_block(anchors, session.lengths, session.block_table, counts)
+            base, _ = engine.run_block(anchors, session.lengths, session.block_table, counts)
             for row, count in enumerate(counts):
                 want = reference_block(plain, draft, rows[row], int(anchors[row]), count)
                 torch.testing.assert_close(base[row, :count], want, atol=5e-4, rtol=1e-3)
@@ -97,6 +98,51 @@ def test_sampling_runs_and_repeats_with_the_seed(draft, optimised):
     assert torch.equal(*outs) and outs[0].shape == (2, 15)
 
 
+def ask(model, draft, length: int = 8, **options):
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
+    extra = {} if draft is None else {"assistant_model": draft}
+    return model.generate(torch.arange(4, 4 + length)[None], **extra, **options)
+
+
+def test_rows_end_inside_an_accepted_block(plain, optimised):
+    """Three ragged rows whose right drafts reach past the tokens that end them."""
+    inputs = prompts(3, [6, 2, 5])
+    options = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
+    free = plain.generate(**inputs, **options, eos_token_id=None)
+    ends = [int(free[row, 6 + column]) for row, column in ((0, 2), (1, 6), (2, 9))]
+    wanted = plain.generate(**inputs, **options, eos_token_id=ends)
+    pads = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
+    script = [row[pad:].tolist() for row, pad in zip(free, pads)]
+    for drafts in (Scripted(script), Scripted(script, sometimes_wrong)):
+        assert torch.equal(optimised.generate(**inputs, **options, eos_token_id=ends, assistant_model=drafts), wanted)
+
+
+def test_fewer_tokens_than_the_draft_was_trained_for_and_more(plain, optimised, draft):
+    """A block is as long as asked, up to what the draft was trained for; prompt lookup may use the rest."""
+    assert draft.config.block_size == 7 and optimised._dcp.draft.width == 4  # num_speculative_tokens
+    wanted = ask(plain, None)
+    assert torch.equal(ask(optimised, draft, num_assistant_tokens=2), wanted)
+    assert torch.equal(ask(optimised, draft, num_assistant_tokens=1), wanted)
+    config = optimised._dcp.config
+    engine = optimised._dcp_engine
+    short = draft_for(plain, block_size=3)
+    compiled, _ = dcp_compile.compiler.compile_draft(short, optimised, engine)
+    assert (compiled.width, config.num_speculative_tokens) == (3, 4)
+
+
+def test_requests_may_fill_the_last_position(plain, optimised, draft):
+    """max_seq_len is 64: prompts that leave 1 to 6 tokens, drafts of 4; one token more is refused."""
+    for length in (63, 60, 58):
+        wanted = ask(plain, None, length, max_new_tokens=64 - length)
+        assert torch.equal(ask(optimised, draft, length, max_new_tokens=64 - length), wanted)
+    free = optimised._dcp_engine.pages.available
+    with pytest.raises(CapacityError, match="65 tokens .* do not fit: max_seq_len is 64"):
+        ask(optimised, draft, 60, max_new_tokens=5)
+    with pytest.raises(CapacityError, match="a batch of 4 does not fit: max_batch_size is 3"):
+        ask(optimised, draft, num_return_sequences=4, do_sample=True)
+    assert optimised._dcp_engine.pages.available == free
+
+
 def test_a_second_draft_replaces_the_first(plain, optimised, draft):
     ids = torch.arange(4, 12)[None]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -113,3 +159,17 @@ def test_drafts_that_do_not_fit_are_refused(plain, optimised):
         optimised.generate(torch.arange(4)[None], assistant_model=wrong, max_new_tokens=2, do_sample=False)
     with pytest.raises((UnsupportedModelError, dcp_compile.GenerationError), match="eval"):
         optimised.generate(torch.arange(4)[None], assistant_model=draft_for(plain).train(), max_new_tokens=2)
+
+
+def test_a_draft_with_other_taps_comes_later(plain, optimised, monkeypatch):
+    """The target is compiled again for its taps; if the draft itself cannot be compiled, nothing has changed."""
+    other = draft_for(plain, seed=2, taps=(0, 3))
+    assert torch.equal(ask(optimised, other), ask(plain, None))
+    assert optimised._dcp_engine.tap_layers == (0, 3) and optimised._dcp.draft.model is other
+    broken = draft_for(plain, taps=(1,))
+    broken.layers[0].self_attn.forward = lambda x, *rest: x  # no attention to compile
+    before = optimised._dcp_engine, optimised._dcp.draft, optimised._dcp.report
+    monkeypatch.setattr(dcp_compile.drafting, "compile_model", lambda *arguments: (before[0], None))
+    with pytest.raises(UnsupportedModelError, match="DraftStep: expected one latent call in each of the layers"):
+        ask(optimised, broken)
+    assert (optimised._dcp_engine, optimised._dcp.draft, optimised._dcp.report) == before

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import dcp_compile
-from dcp_compile.runtime.graphs import batch_buckets
+from dcp_compile.runtime.graphs import GraphRunner, buckets, smallest_bucket
 from tests.tiny_models import tiny_kimi_k3
 
 SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}
@@ -15,7 +17,42 @@ SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_spec
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])])
 def test_buckets_reach_the_largest_batch(most, sizes):
-    assert batch_buckets(most) == sizes
+    assert buckets(most) == sizes
+
+
+@pytest.mark.parametrize(("batch", "rows", "place"), [
+    (1, 1, (1, 1)), (1, 2, (1, 2)), (1, 3, (1, 5)), (2, 1, (3, 1)), (3, 5, (3, 5)), (3, 6, None), (4, 1, None),
+])  # fmt: skip
+def test_a_step_takes_the_smallest_graph_that_holds_it(batch, rows, place):
+    places = [(batch, rows) for batch in (3, 1) for rows in (5, 2, 1)]
+    assert smallest_bucket(places, batch, rows) == place
+    assert smallest_bucket(places[::-1], batch, rows) == place
+
+
+class RecordedRunner(GraphRunner):
+    """Buckets that run the program on their padded inputs: all of a runner but the capture itself."""
+
+    def _capture(self, batch, rows, columns, pool):
+        self.captured = [*getattr(self, "captured", []), (batch, rows)]
+        outputs = torch.arange(batch * rows)[:, None].expand(-1, 2)
+        return SimpleNamespace(
+            staging=SimpleNamespace(fill=lambda inputs: None), outputs=(outputs,),
+            graph=SimpleNamespace(replay=lambda: self.replayed.append((batch, rows))),
+        )  # fmt: skip
+
+    replayed: list = []
+
+
+def test_a_runner_has_one_graph_per_batch_and_width_and_cuts_its_padding():
+    direct = []
+    runner = RecordedRunner(direct.append, [1, 4], [1, 2], 3, True, torch.device("cpu"), (0, 0))
+    assert runner.captured == [(2, 4), (2, 1), (1, 4), (1, 1)]
+    (out,) = runner({"positions": torch.zeros(2, 3)})
+    assert out[:, 0].tolist() == [0, 1, 2, 4, 5, 6]  # rows 3 and 7 are padding
+    (out,) = runner({"positions": torch.zeros(1, 1)})
+    assert out[:, 0].tolist() == [0] and runner.replayed == [(2, 4), (1, 1)] and not direct
+    runner({"positions": torch.zeros(2, 5)})
+    assert len(direct) == 1
 
 
 @pytest.mark.gpu
@@ -40,7 +77,7 @@ def test_replays_equal_transformers_and_survive_reused_memory():
 def test_a_replay_does_not_wait_for_the_device():
     model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
     engine = model._dcp_engine
-    bucket = engine.step._buckets[1]
+    bucket = engine.step._buckets[1, 1]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,10 +8,12 @@ import functools
 import pytest
 import torch
 
+from dcp_compile.capture import capture
 from dcp_compile.errors import CapacityError
 from dcp_compile.runtime import Engine
-from tests.runtime.reference import TOLERANCE, Reference, captured, decode_by_transformers, decode_greedily
+from tests.runtime.reference import TOLERANCE, Captured, Reference, captured, decode_by_transformers, decode_greedily
 from tests.runtime.speculation import decode_in_rounds, with_stale_prefixes
+from tests.tiny_models import tiny_kimi_k3, tiny_kimi_linear
 
 LAYOUTS = ["split", "flattened"]
 RECURRENT = ["kimi_k3", "kimi_linear"]
@@ -53,6 +55,37 @@ def test_a_verify_step_commits_nothing(name: str) -> None:
         logits = session.decode(expected.tokens[range(batch), session_offsets(session, expected)], [True] * batch)
         wanted = expected.logits[range(batch), [5, 2, 1, 3, 4, 5]]
         torch.testing.assert_close(logits, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_committing_is_running_the_kept_tokens_one_by_one(name: str) -> None:
+    """Recurrent states and convolution windows of every layer, for every number of kept tokens of a whole draft."""
+    # In float64: the layers below a state round a step of five rows and one of a single row differently.
+    model = {"kimi_k3": tiny_kimi_k3, "kimi_linear": tiny_kimi_linear}[name](3, dtype=torch.float64)
+    engine = Captured(model, capture(model)).engine(num_speculative_tokens=4)
+    prompt, following = [torch.arange(5, 14)], torch.tensor([[40, 3, 77, 12, 9]])
+    kinds = ("state", "conv_state")
+
+    def states(session) -> list[torch.Tensor]:
+        slot = session._slots[0]
+        return [tensor[slot].clone() for ref, tensor in engine.states.items() if ref.kind in kinds]
+
+    with engine.open(1, 40) as single:
+        single.prefill(prompt)
+        one_by_one = [states(single)]
+        for column in following.T:
+            single.decode(column, [True])
+            one_by_one.append(states(single))
+    for kept in range(6):  # none, ..., the anchor and all of K = 4 drafts
+        with engine.open(1, 40) as session:
+            session.prefill(prompt)
+            session.verify(following, [5])
+            assert all(map(torch.equal, states(session), one_by_one[0]))
+            session.commit([kept])
+            session.verify(torch.tensor([[7]]), [1])  # the next step is what carries a commit out
+            for found, wanted in zip(states(session), one_by_one[kept], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert any((one - other).abs().max() > 1e-2 for one, other in zip(one_by_one[0], one_by_one[1]))
 
 
 def session_offsets(session, expected: Reference) -> list[int]:
