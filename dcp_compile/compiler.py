@@ -25,6 +25,7 @@ from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
 from .runtime.graphs import GraphRunner, buckets
+from .runtime.replicated import replicated_block
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,13 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
     return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements, path)
 
 
-def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
-    """Compile the block step of a DSpark draft over caches of its own that share the engine's block tables.
+def compile_draft(
+    draft: nn.Module, target: nn.Module, engine: Engine
+) -> tuple[DraftEngine, CompileReport | None]:
+    """The engine of a DSpark draft over caches of its own that share the engine's block tables.
+
+    A draft that caches latents is captured and rewritten; one that caches keys and values (``replicated_cache``) runs as
+    it is, with a copy of its cache on every rank, and there is nothing to report.
 
     Args:
         draft: the draft, in eval mode on the target's device. target: gives embedding and output head.
@@ -115,7 +121,20 @@ def compile_draft(draft: nn.Module, target: nn.Module, engine: Engine) -> tuple[
         CaptureError, MatchError, BackendError: as :func:`compile_model`, for the draft.
     """
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
+    if draft.replicated_cache:
+        return compile_replicated(step, engine), None
     return compile_block(capture(step, ("hidden_states",)), draft, engine)
+
+
+def compile_replicated(step: DraftStep, engine: Engine) -> DraftEngine:
+    """The engine of a draft whose keys and values every rank keeps."""
+    config, draft = engine.config, step.draft
+    page = config.block_size * engine.parallel.dcp_size
+    pages = _context(config, engine.parallel).pages
+    shape = pages, page, 2 * draft.config.num_key_value_heads * draft.config.head_dim
+    caches = [torch.zeros(shape, dtype=draft.dtype, device=engine.device) for _ in draft.layers]
+    block = replicated_block(step, caches, config.draft_window)
+    return _draft_engine(draft, engine, block, caches, (page, 0, 1, 1))
 
 
 def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
@@ -127,7 +146,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
         heads_sharded=shard_of(draft) is not None,
         state_slots=1,
     )
-    width = min(config.num_speculative_tokens, draft.config.block_size)
+    width = _block_width(draft, config)
     captured, context, choice, requirements, results = _matched(
         captured, context, config, config.draft_backend, width
     )
@@ -140,21 +159,35 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
         block = GraphRunner(block, [width], buckets(config.max_batch_size), columns, True, engine.device, pool)
+    caches = [states[ref] for ref in sorted(states, key=lambda ref: ref.layer)]
+    layout = config.block_size, parallel.dcp_rank, parallel.dcp_size, config.kv_interleave
+    report = CompileReport(captured, results, choice, context.layout, requirements, path)
+    return _draft_engine(draft, engine, block, caches, layout), report
+
+
+def _draft_engine(
+    draft: nn.Module, engine: Engine, block: StepProgram, caches: list[torch.Tensor], layout: tuple[int, int, int, int]
+) -> DraftEngine:
+    """``layout``: block size, rank, ranks and interleave of the caches."""
+    config = engine.config
     adaptive = config.verify == "adaptive"
     compiled = DraftEngine(
-        model=draft,
-        block=block,
-        caches=[states[ref] for ref in sorted(states, key=lambda ref: ref.layer)],
-        parallel=parallel,
-        block_size=config.block_size,
-        interleave=config.kv_interleave,
-        width=width,
+        draft,
+        block,
+        caches,
+        engine.parallel,
+        *layout,
+        width=_block_width(draft, config),
         window=config.draft_window,
         gives_confidence=adaptive and draft.confidence_head is not None,
     )
     if adaptive:
         compiled = dataclasses.replace(compiled, costs=measure_blocks(compiled, config.max_batch_size, engine.device))
-    return compiled, CompileReport(captured, results, choice, context.layout, requirements, path)
+    return compiled
+
+
+def _block_width(draft: nn.Module, config: DCPConfig) -> int:
+    return min(config.num_speculative_tokens, draft.config.block_size)
 
 
 def _matched(
@@ -199,8 +232,13 @@ class DraftStep(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def forward(self, input_ids, position_ids, cache, use_cache=True) -> CausalLMOutputWithPast:
-        hidden = self.draft(inputs_embeds=self.embedding(input_ids), position_ids=position_ids, cache=cache)
+    def forward(
+        self, input_ids, position_ids, cache, use_cache=True, attention_mask=None
+    ) -> CausalLMOutputWithPast:
+        embeds = self.embedding(input_ids)
+        hidden = self.draft(
+            inputs_embeds=embeds, position_ids=position_ids, cache=cache, attention_mask=attention_mask
+        )
         return CausalLMOutputWithPast(logits=self.head(hidden), hidden_states=hidden)
 
 

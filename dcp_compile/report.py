@@ -126,9 +126,11 @@ def _bytes_for_one_row(fake: Tensor) -> int:
 
 def _draft(draft, report) -> list[str]:
     sees = "all of its context" if draft.window is None else f"the latest {draft.window} tokens of its context"
+    blocks = f"draft {type(draft.model).__name__}: blocks of up to {draft.width} tokens that see {sees}"
+    if report is None:
+        return [f"{blocks}; run as it is, with all keys and values of its {len(draft.caches)} layers on every rank"]
     return [
-        f"draft {type(draft.model).__name__}: {len(report.graph.sites)} MLA layers, blocks of up to {draft.width} tokens "
-        f"that see {sees}; backend {report.choice.name}, layout {report.layout}",
+        f"{blocks}; {len(report.graph.sites)} MLA layers, backend {report.choice.name}, layout {report.layout}",
         f"collectives per block: {_meetings(report.graph) or 'none'}",
     ]
 

@@ -92,7 +92,7 @@ def test_a_draft_its_window_and_the_times_that_lengths_depend_on(hybrid: StepGra
     model._dcp.draft, model._dcp.draft_report = compile_draft(draft, target, model._dcp_engine)
     text = dcp_compile.explain(model)
     assert (
-        "draft K3DSparkModel: 2 MLA layers, blocks of up to 2 tokens that see the latest 7 tokens of its context; backend "
+        "draft K3DSparkModel: blocks of up to 2 tokens that see the latest 7 tokens of its context; 2 MLA layers, backend "
         "torch, layout tail" in text
     )
     times = re.findall(r"^  up to (\d) requests  (.*); draft block [\d.e-]+$", text, re.MULTILINE)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DSpark draft at run time: its sharded context cache and its compiled block step.
+"""A DSpark draft at run time: its context cache and its block step.
 
-The draft shares the target's block tables: position p of a request has the same page and slot in both caches. Context
+The draft shares the target's block tables. A cache of latents is sharded as the target's: position p of a request has
+the same page and slot in both. One of keys and values is whole on every rank (see replicated.py). Context
 entries come from hidden states ("taps") of the target; the rows of a block are scratch, overwritten when their tokens are
 accepted and masked by length otherwise.
 """
@@ -27,7 +28,8 @@ class DraftEngine:
     Attributes:
         model: the draft (its projections of target states and its Markov head run uncompiled).
         block: program of one block step. caches: its KV cache per layer.
-        block_size, interleave: of the token layout. width: most tokens one block proposes.
+        block_size, dcp_rank, dcp_size, interleave: token layout of the caches; those of one rank if they are replicated.
+        width: most tokens one block proposes.
         window: context tokens a block sees, the latest ones; None = all.
         gives_confidence: proposals come with the confidence head's opinion of them, for adaptive verification.
         costs: times of its blocks, measured for adaptive verification only.
@@ -38,6 +40,8 @@ class DraftEngine:
     caches: list[Tensor]
     parallel: ParallelLayout
     block_size: int
+    dcp_rank: int
+    dcp_size: int
     interleave: int
     width: int
     window: int | None = None
@@ -55,12 +59,14 @@ class DraftEngine:
         device = taps.device
         positions, block_table = positions.to(device), block_table.to(device)
         slots = torch.ops.dcp.cp_local_slot(
-            positions, block_table, self.block_size, self.parallel.dcp_rank, self.parallel.dcp_size, self.interleave
+            positions, block_table, self.block_size, self.dcp_rank, self.dcp_size, self.interleave
         )
         context = self.model.project_context(taps[None])
         row_positions = positions.reshape(1, -1).clamp_min(0)
-        for cache, (latent, rope) in zip(self.caches, self.model.context_entries(context, row_positions)):
-            torch.ops.dcp.kv_write(latent[0, 0], rope[0, 0], cache, slots)
+        for cache, pair in zip(self.caches, self.model.context_entries(context, row_positions)):
+            # [1, groups, T, width] -> [T, groups * width]: latent and rope key, or keys and values.
+            first, second = (entry[0].transpose(0, 1).flatten(1) for entry in pair)
+            torch.ops.dcp.kv_write(first, second, cache, slots)
 
     @torch.no_grad()
     def run_block(

@@ -33,6 +33,9 @@ class DSparkBackbone(DSparkDrafting, StrictLoading, ShardedLoading, PreTrainedMo
     Row j of the block predicts position n + j + 1. ``draft_block`` does the step and the sampling.
     """
 
+    replicated_cache = False
+    """Whether the cache holds keys and values of many heads, which nothing shards by token."""
+
     _no_split_modules = ["DSparkLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True

@@ -143,6 +143,7 @@ class DSparkDraftModel(DSparkBackbone):
 
     config: DSparkDraftConfig
     config_class = DSparkDraftConfig
+    replicated_cache = True
 
     def __init__(self, config: DSparkDraftConfig):
         super().__init__(config)

@@ -23,7 +23,7 @@ import dcp_compile
 from dcp_compile import DCPConfig
 from dcp_compile.api import Optimized
 from dcp_compile.capture import StepGraph, capture
-from dcp_compile.compiler import DraftStep, compile_block, compile_graph
+from dcp_compile.compiler import DraftStep, compile_block, compile_graph, compile_replicated
 from dcp_compile.generation.patch import attach
 from dcp_compile.models.k3_dspark import load_draft
 from dcp_compile.models.kimi_k3 import KimiK3ForCausalLM
@@ -33,6 +33,7 @@ from dcp_compile.runtime.engine import table_columns
 from tests.distributed.ranks import run_ranks
 from tests.generation.helpers import Scripted, chi_square_p, wrong
 from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
+from tests.models.k3_dspark.tiny_gqa_draft import gqa_draft
 from tests.runtime.reference import Reference, calm_kimi_k3, decode_by_transformers
 
 BLOCK = 8
@@ -139,9 +140,13 @@ def check_greedy(name: str, seed: int, kind: str, batches: Sequence[int], **sett
     return {"wrong_tokens": wrong_tokens, "rounds": rounds}
 
 
-def check_window(seed: int, windows: Sequence[int | None], **settings: Any) -> float:
-    """Largest error of float64 base logits against a draft that is given nothing but the window, densely."""
-    draft, block, heads = _block64(seed)
+def check_window(seed: int, windows: Sequence[int | None], kind: str = "latent", **settings: Any) -> float:
+    """Largest error of float64 base logits against a draft that is given nothing but the window, densely.
+
+    Args:
+        kind: of the draft's attention, "latent", "grouped" or "grouped causal".
+    """
+    draft, block, heads = _block64(seed, kind)
     generator = torch.Generator().manual_seed(seed)
     lengths, counts = [1, 7, 26], [4, 1, 3]
     taps = [torch.randn(length, 28 * 3, generator=generator, dtype=torch.float64) for length in lengths]
@@ -154,7 +159,10 @@ def check_window(seed: int, windows: Sequence[int | None], **settings: Any) -> f
         engine = SimpleNamespace(
             config=config.replace(draft_window=window), parallel=place(config.dcp_size), device=torch.device("cpu")
         )
-        compiled, _ = compile_block(block, draft, engine)
+        if block is None:
+            compiled = compile_replicated(DraftStep(draft, *heads), engine)
+        else:
+            compiled, _ = compile_block(block, draft, engine)
         for cache in compiled.caches:
             cache.fill_(torch.nan)
         for row, states in enumerate(taps):
@@ -171,7 +179,11 @@ def check_window(seed: int, windows: Sequence[int | None], **settings: Any) -> f
 
 
 @functools.cache
-def _block64(seed: int) -> tuple[Any, StepGraph, tuple[Any, Any]]:
+def _block64(seed: int, kind: str) -> tuple[Any, StepGraph | None, tuple[Any, Any]]:
+    if kind != "latent":
+        is_causal = kind == "grouped causal"
+        draft = gqa_draft(seed, torch.float64, hidden_size=28, target_hidden_size=28, is_causal=is_causal)
+        return draft, None, target_heads(draft, seed)
     draft = tiny_draft(seed, torch.float64, hidden_size=28)
     heads = target_heads(draft, seed)
     return draft, capture(DraftStep(draft, *heads), ("hidden_states",)), heads
@@ -234,7 +246,7 @@ def run(jobs: Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]], timeout: fl
         elif kind == "sampling":
             pair("few", arguments["seed"])
         else:
-            _block64(arguments["seed"])
+            _block64(arguments["seed"], arguments.get("kind", "latent"))
     results = {}
     for world, group in jobs.items():
         by_rank = run_ranks(world, _work, list(group), timeout=timeout)

@@ -19,8 +19,9 @@ def greedy(name: str, kind: str, dcp: int, interleave: int, layout: str, length:
     return "greedy", {"name": name, "kind": kind, "batches": list(batches), **place, **settings}
 
 
-def window(dcp: int, interleave: int, layout: str) -> tuple:
-    return "window", {"windows": WINDOWS, "dcp_size": dcp, "kv_interleave": interleave, "decode_layout": layout}
+def window(dcp: int, interleave: int, layout: str, kind: str = "latent") -> tuple:
+    place = {"dcp_size": dcp, "kv_interleave": interleave, "decode_layout": layout}
+    return "window", {"windows": WINDOWS, "kind": kind, **place}
 
 
 def sampling(acceptance: str, **warpers) -> tuple:
@@ -32,6 +33,7 @@ JOBS = {
     2: [
         window(2, 1, "split"),
         window(2, 4, "flattened"),
+        window(2, 2, "split", "grouped"),
         greedy("tiny", "dspark", 2, 1, "flattened", 4, [3], verify="adaptive", draft_window=5),
         greedy("tiny", "oracle", 2, 4, "split", 4, [3]),
         greedy("tiny", "adversary", 2, BLOCK, "flattened", 7, [3]),

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft with grouped-query attention on a compiled target. On several ranks: see test_drafting.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dcp_compile
+from tests.distributed.drafting import check_window
+from tests.generation.helpers import prompts
+from tests.models.k3_dspark.tiny_gqa_draft import gqa_draft
+from tests.tiny_models import tiny_kimi_k3
+
+TAPS = [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", ["grouped", "grouped causal"])
+def test_blocks_see_the_window_and_themselves(kind: str, fresh_seed: int) -> None:
+    """Ragged contexts in pages of 4 with NaN wherever nothing was written."""
+    windows = [1, 3, 4, 9, 26, 40, None]
+    assert check_window(seed=fresh_seed, kind=kind, windows=windows, dcp_size=1) < 1e-9
+
+
+def draft_for(config, seed: int, **overrides):
+    return gqa_draft(
+        seed,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        dflash_config={"mask_token_id": config.vocab_size - 1, "target_layer_ids": TAPS},
+        num_target_layers=config.num_hidden_layers,
+        **overrides,
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_window": 6, "verify": "adaptive"}])
+def test_tokens_are_those_without_a_draft(settings: dict, fresh_seed: int) -> None:
+    plain = tiny_kimi_k3(layers=5)
+    config = dcp_compile.DCPConfig(block_size=4, max_batch_size=3, max_seq_len=64, num_speculative_tokens=4, **settings)
+    draft = draft_for(plain.config, fresh_seed)
+    optimised = dcp_compile.optimize(tiny_kimi_k3(layers=5), config=config, draft=draft)
+    options = {**prompts(fresh_seed, [9, 1, 6]), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(optimised.generate(assistant_model=draft, **options), plain.generate(**options))
+    text = dcp_compile.explain(optimised)
+    assert "run as it is, with all keys and values of its 2 layers on every rank" in text
+    dcp_compile.unoptimize(optimised)
