@@ -103,7 +103,7 @@ class Optimised:
         engine.tap_layers = tuple(self.pair.draft.config.target_layer_ids)
         attach(target, engine)
         target._dcp = Optimized(
-            self.config, parallel, report, None, *compile_block(self.pair.block, self.pair.draft, engine)
+            self.config, parallel, report, lambda: None, *compile_block(self.pair.block, self.pair.draft, engine)
         )
         return target
 

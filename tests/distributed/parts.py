@@ -86,7 +86,7 @@ def first_block(target: Any, prompts: list[Tensor]) -> Tensor:
     with target._dcp_engine.open(len(prompts), 32) as session:
         session.taps_sink = draft.ingest
         anchors = session.prefill(prompts).argmax(dim=-1)
-        return draft.run_block(anchors, session.lengths, session.block_table, [draft.width] * len(prompts))
+        return draft.run_block(anchors, session.lengths, session.block_table, [draft.width] * len(prompts))[0]
 
 
 def check_setting(setting: Setting, expected: Expected) -> list[str]:

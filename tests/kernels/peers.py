@@ -19,7 +19,7 @@ from torch import Tensor
 from dcp_compile.kernels.mailbox import Mailbox, mailbox_bytes, view
 from dcp_compile.kernels.peer_gather import gather_heads
 from dcp_compile.kernels.peer_merge import merge_ranks
-from dcp_compile.ops import peers as reference
+from dcp_compile.ops import exchange as reference
 from tests.distributed.ranks import run_ranks
 
 if not torch.cuda.is_available():
