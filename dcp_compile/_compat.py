@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -128,6 +129,17 @@ def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[in
 _PEER_MEMORY: list[tuple[torch.Tensor, object]] = []  # mapped by other ranks: it must outlive every engine
 
 
+class _BiasApart(TorchFunctionMode):
+    """``linear`` with a bias as a product and a sum: functionalised, the fused form fixes the number of rows (2.11 - 2.13)."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+        if function is not torch.nn.functional.linear or bias is None:
+            return function(*args, **kwargs)
+        return function(*args[:2], **{name: value for name, value in kwargs.items() if name != "bias"}) + bias
+
+
 def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.GraphModule:
     """The functional ATen graph of ``function`` on fake inputs, in one make_fx pass without decompositions.
 
@@ -136,7 +148,7 @@ def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.Gr
     torch.compiler._is_compiling_flag = True
     try:
         # Composite operators must see symbolic sizes: without the Python dispatcher, matmul fails on torch 2.11.
-        with fakes.mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+        with fakes.mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _BiasApart():
             module = make_fx(torch.func.functionalize(function, remove="mutations"))(*inputs)
     finally:
         torch.compiler._is_compiling_flag = False
@@ -268,7 +280,10 @@ def attention_masks(config, inputs_embeds, attention_mask, cache) -> tuple[torch
         "attention_mask": attention_mask,
         CACHE_NAME: cache,
     }
-    return create_causal_mask(**arguments), create_recurrent_attention_mask(**arguments)
+    padding_mask = create_recurrent_attention_mask(**arguments)
+    if padding_mask is None and attention_mask is not None and inputs_embeds.shape[1] == 1:
+        padding_mask = attention_mask[:, -1:]  # transformers takes a single token for a real one
+    return create_causal_mask(**arguments), padding_mask
 
 
 def recurrent_state(cache, layer_idx: int) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
@@ -38,6 +39,7 @@ class Optimized:
     restore_draft: Callable[[], None] = lambda: None
 
 
+@torch.inference_mode(False)  # caches made in inference mode could not be written outside it
 def optimize(
     model: PreTrainedModel,
     dcp_size: int | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -16,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer
 from transformers.generation import BaseStreamer
@@ -55,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=_at_least(1), default=64)
     generate.add_argument("--stream", action="store_true", help="print tokens as they come")
     generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most likely one")
-    generate.add_argument("--temperature", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0, help="0: no limit")
-    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--temperature", type=_positive(math.inf), default=1.0)
+    generate.add_argument("--top-k", type=_at_least(0), default=0, help="0: no limit")
+    generate.add_argument("--top-p", type=_positive(1.0), default=1.0)
     generate.add_argument("--seed", type=int, default=0, help="of the draws")
     generate.add_argument("--prompt-lookup", type=_at_least(1), metavar="N", help="draft N tokens by n-gram lookup")
     _add_draft_option(generate)
@@ -91,6 +94,18 @@ def _at_least(low: int) -> Callable[[str], int]:
     return integer
 
 
+def _positive(high: float) -> Callable[[str], float]:
+    """An argument type: a number above 0, at most ``high``."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not above 0" + (f" and at most {high}" if high < math.inf else ""))
+        return value
+
+    return number
+
+
 def _add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="FOLDER", help="DSpark draft whose tokens are verified")
 
@@ -99,8 +114,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=str(mini_path()), help="model folder (default: the mini Kimi-K3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"))
-    parser.add_argument("--dcp-size", type=int, help="ranks that share the KV cache (default: all)")
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that hold one model together (default: %(default)s)")
+    parser.add_argument("--dcp-size", type=_at_least(1), help="ranks that share the KV cache (default: all)")
+    parser.add_argument("--tp-size", type=_at_least(1), default=1, help="ranks that hold one model together (default: %(default)s)")
     defaults = DCPConfig()
     parser.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens per page and rank")
     parser.add_argument("--interleave", type=int, default=defaults.kv_interleave, help="consecutive tokens per rank")
@@ -117,7 +132,7 @@ def _generate(options: argparse.Namespace) -> None:
     if options.prompt == "-" and _environment("WORLD_SIZE", 1) > 1:
         raise errors.ConfigError("several ranks share one standard input; pass the text itself as --prompt")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    tokenizer = _load(AutoTokenizer, options.model)
+    tokenizer = _load(AutoTokenizer.from_pretrained, options.model)
     settings = {"do_sample": False}
     if options.sample:
         torch.manual_seed(options.seed)
@@ -219,7 +234,7 @@ def _measure(
     settings = {"suppress_tokens": ends} if ends else {}
     if draft is not None:
         settings["assistant_model"] = draft
-    first, steps = [], []
+    is_told, first, steps = True, [], []
     for run in range(options.runs + 1):
         clock = _Clock()
         started = time.perf_counter()
@@ -231,13 +246,12 @@ def _measure(
             streamer=clock,
             **settings,
         )
-        if not clock.times:
-            return None
         arrivals = clock.times[1:]  # the prompt is streamed first
-        if run:
+        is_told = bool(arrivals)
+        if run and is_told:
             first.append(arrivals[0] - started)
             steps.append((arrivals[-1] - arrivals[0]) / (options.new_tokens - 1))
-    return Timing(out.cpu(), statistics.median(first), statistics.median(steps))
+    return Timing(out.cpu(), statistics.median(first), statistics.median(steps)) if is_told else None
 
 
 def _table(result: dict) -> str:
@@ -267,14 +281,19 @@ def _is_first_rank() -> bool:
     return _environment("RANK") == 0
 
 
-def _load(auto_class: type, path: str, **settings: object):
+def _load(load: Callable[..., Any], path: str, **settings: object) -> Any:
+    """What ``load`` makes of a model folder."""
+    if not os.path.isdir(path):
+        raise errors.CheckpointError(f"{path} is not a folder; download the model and pass the folder it is in")
     try:
-        return auto_class.from_pretrained(path, **settings)
-    except OSError as error:  # what transformers raises for a path or a file that is not there
-        raise errors.CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        return load(path, **settings)
+    except (OSError, ValueError, SafetensorError) as error:  # files that are not there, not a model's, or cut short
+        raise errors.CheckpointError(f"{path} cannot be loaded: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
 
 def _device(options: argparse.Namespace) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise errors.ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     return torch.device("cuda", _environment("LOCAL_RANK")) if options.device == "cuda" else torch.device("cpu")
 
 
@@ -282,12 +301,12 @@ def _load_model(options: argparse.Namespace) -> PreTrainedModel:
     device = _device(options)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return _load(AutoModelForCausalLM, options.model, dtype=options.dtype, **_parts(options)).to(device)
+    return _load(AutoModelForCausalLM.from_pretrained, options.model, dtype=options.dtype, **_parts(options)).to(device)
 
 
 def _parts(options: argparse.Namespace) -> dict[str, int]:
     """Models with a plan are loaded in parts; others are loaded whole and narrowed by optimize()."""
-    if options.tp_size == 1 or not isinstance(_load(AutoConfig, options.model), KimiK3Config):
+    if options.tp_size == 1 or not isinstance(_load(AutoConfig.from_pretrained, options.model), KimiK3Config):
         return {}
     return {"tp_size": options.tp_size}
 
@@ -295,10 +314,7 @@ def _parts(options: argparse.Namespace) -> dict[str, int]:
 def _load_draft(options: argparse.Namespace) -> PreTrainedModel | None:
     if options.draft is None:
         return None
-    try:
-        draft = load_draft(options.draft, dtype=options.dtype)
-    except OSError as error:
-        raise errors.CheckpointError(f"{options.draft} cannot be loaded: {str(error).splitlines()[0]}") from error
+    draft = _load(load_draft, options.draft, dtype=options.dtype)
     return draft.to(_device(options)).eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 
 from .compiler import compile_draft, compile_model
@@ -30,6 +31,7 @@ def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...
     return tuple(draft.config.target_layer_ids)
 
 
+@torch.inference_mode(False)  # as optimize()
 def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine:
     """The compiled form of ``draft`` for the optimised ``model``; compiled once and kept on the model.
 

@@ -135,3 +135,11 @@ def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
     with pytest.raises(UnsupportedModelError, match="SimpleNamespace is in training mode"):
         dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
     assert changes(before, state_of(model)) == []
+
+
+def test_inference_mode_may_end_after_optimize() -> None:
+    """Caches belong to no mode: they are written inside and outside of inference mode."""
+    with torch.inference_mode():
+        model = dcp_compile.optimize(tiny_deepseek_v3(1), config=dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=64))
+        inside = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False), inside)

@@ -130,10 +130,28 @@ def test_missing_folder(tmp_path, capsys):
     assert "missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--new-tokens", "1"], ["--runs", "0"], ["--batch", "x"]])
+def test_folders_that_hold_no_model(folder, tmp_path, capsys):
+    empty, other, cut = (tmp_path / name for name in ("empty", "other", "cut"))
+    empty.mkdir()
+    other.mkdir()
+    (other / "config.json").write_text('{"hidden_size": 3}')
+    shutil.copytree(folder, cut)
+    (weights,) = cut.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    for place in (empty, other, cut):
+        assert cli.main(["explain", str(place), "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {place} cannot be loaded: " in error
+
+
+@pytest.mark.parametrize("option", [
+    ["bench", "--new-tokens", "1"], ["bench", "--runs", "0"], ["bench", "--batch", "x"], ["explain", "--dcp-size", "0"],
+    ["generate", "--temperature", "0"], ["generate", "--top-k", "-3"], ["generate", "--top-p", "1.5"],
+])  # fmt: skip
 def test_bad_numbers_are_usage_errors(folder, option, capsys):
+    command, *option = option
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", folder, *option])
+        cli.main([command, folder, *option])
     assert stopped.value.code == 2 and option[0] in capsys.readouterr().err
 
 
@@ -148,6 +166,14 @@ def test_two_ranks_print_once(folder, plain):
     done = run([*TORCHRUN, "-m", "dcp_compile", "generate", folder, *SMALL, "--prompt", PROMPT, "--max-new-tokens", "6"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == PROMPT + plain([PROMPT], 6)[0] + "\n"
+
+
+def test_two_ranks_bench_once(folder):
+    sizes = ["--prompt-tokens", "5", "--new-tokens", "3", "--runs", "1", "--json"]
+    done = run([*TORCHRUN, "-m", "dcp_compile", "bench", folder, *SMALL, *sizes])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["dcp_size"] == 2 and result["tokens_equal"] is True
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])

@@ -24,6 +24,7 @@ from tests.runtime.reference import (
     decode_by_transformers,
     decode_greedily,
 )
+from tests.tiny_models import tiny_deepseek_v3
 
 PROMPTS = 2 * BLOCK + 3  # every length up to two pages and three tokens
 
@@ -91,3 +92,16 @@ def test_float64_leaves_no_room_for_a_small_mistake(name: str) -> None:
     reference = decode_by_transformers(model, [41, 6], steps=4, seed=13)
     found = decode_greedily(Captured(model, capture(model)).engine(prefill_chunk=16), reference)
     assert found.wrong_tokens == 0 and found.error < 2e-6
+
+
+def test_biases_around_attention() -> None:
+    """A traced projection with a bias leaves the number of rows open."""
+    model = tiny_deepseek_v3(2, attention_bias=True)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    reference = decode_by_transformers(model, [1, 9, 4], steps=4, seed=13)
+    assert decode_greedily(Captured(model, capture(model)).engine(), reference).good

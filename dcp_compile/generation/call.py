@@ -105,7 +105,8 @@ def prepare(
         input_ids=input_ids,
         prompts=prompts,
         pads=pads,
-        max_length=min(limits, default=config.max_length),
+        # A limit that the prompts exceed already ends a row after one token.
+        max_length=max(min(limits, default=config.max_length), input_ids.shape[1] + 1),
         pad_token=0 if config._pad_token_tensor is None else int(config._pad_token_tensor),
         eos_tokens=frozenset().union(*eos_tokens),
         # The same test transformers uses.

@@ -28,6 +28,7 @@ from .loop import decode_plain, decode_speculative
 from .schedule import ByAcceptanceRate, ByConfidence, Schedule, WholeDrafts
 
 ENGINE = "_dcp_engine"
+_WEIGHTS = "_dcp_weights"
 _DEFAULT_NGRAM = 2  # transformers' own
 
 
@@ -50,6 +51,7 @@ def attach(model: PreTrainedModel, engine: Engine) -> None:
             "would bypass the compiled loop; load the model without it"
         )
     vars(model)[ENGINE] = engine  # past nn.Module.__setattr__: an engine is no submodule
+    vars(model)[_WEIGHTS] = _places(model)
     model.__class__ = _subclass(type(model))
 
 
@@ -62,7 +64,23 @@ def detach(model: PreTrainedModel) -> None:
     if not is_attached(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; nothing to undo")
     model.__class__ = type(model).__mro__[2]
-    del vars(model)[ENGINE]
+    del vars(model)[ENGINE], vars(model)[_WEIGHTS]
+
+
+def _places(model: PreTrainedModel) -> dict[str, tuple[int, torch.dtype]]:
+    """Where every parameter lies: what was compiled reads it there."""
+    return {name: (parameter.data_ptr(), parameter.dtype) for name, parameter in model.named_parameters()}
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """UnsupportedModelError if a parameter was replaced; values that were changed in place are seen by the engine."""
+    compiled, now = vars(model)[_WEIGHTS], _places(model)
+    replaced = [name for name in compiled.keys() | now.keys() if compiled.get(name) != now.get(name)]
+    if replaced:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {min(replaced)} and perhaps more was moved, converted or replaced after optimize(), "
+            "which compiled what was there before; call dcp_compile.unoptimize(model) and optimize it again"
+        )
 
 
 def is_attached(model: Any) -> bool:
@@ -178,6 +196,7 @@ def _subclass(base: type) -> type:
         named, keywords = bound.arguments, bound.arguments.get(extra, {})
         arguments = {**named, **keywords}
         validate.check_arguments(self, arguments)
+        _check_weights(self)
         validate.warn_ignored(arguments)
         if arguments.get("streamer") is not None:
             holder = keywords if "streamer" in keywords else named

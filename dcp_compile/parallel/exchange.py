@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 
 def sum_output(shard: ModelShard, module: nn.Module) -> None:
-    """A projection whose input columns are split: every rank has a partial sum."""
+    """A projection whose input columns are split: every rank has a partial sum. A bias is added once, to the whole sum."""
     forward = module.forward
-    shard.replace(module, "forward", lambda x: shard.all_reduce(forward(x)))
+
+    def run(x: Tensor) -> Tensor:
+        if module.bias is None:
+            return shard.all_reduce(forward(x))
+        return shard.all_reduce(nn.functional.linear(x, module.weight)) + module.bias
+
+    shard.replace(module, "forward", run)
 
 
 def gather_output(shard: ModelShard, module: nn.Module) -> None:

@@ -112,14 +112,22 @@ def plan_splits(model: nn.Module, plan: ShardingPlan, tp_size: int) -> dict[str,
 
     Raises:
         ConfigError: something does not divide over the ranks.
+        UnsupportedModelError: a projection split by rows has a bias that the plan does not split.
     """
     config = model.config.get_text_config()
     splits: dict[str, Split] = {}
     counts: dict[str, tuple[str, int]] = {}
-    for path, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for path, parameter in parameters.items():
         split = named(plan.splits, path)
         if split is not None:
             splits[path] = split
+            bias = path.removesuffix("weight") + "bias"
+            if split.dim == 0 and bias in parameters and named(plan.splits, bias) is None:
+                raise UnsupportedModelError(
+                    f"{bias} belongs to a projection that tp_size={tp_size} splits, and the plan of {type(model).__name__} "
+                    "does not split it; use tp_size=1 with dcp_size > 1, where every rank holds the whole model"
+                )
             size = parameter.shape[split.dim] // split.parts
             counts[path] = (split.groups, getattr(config, split.groups)) if split.groups else (f"dim {split.dim}", size)
     common = math.gcd(*(count for _, count in counts.values()))

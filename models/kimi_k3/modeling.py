@@ -175,10 +175,13 @@ class KimiK3PreTrainedModel(ShardedLoading, PreTrainedModel):
         """
         parameters = self.state_dict() if state_dict is None else state_dict
         official = official_state_dict(parameters, self._checkpoint_root, expert_format)
-        self.config.expert_format = expert_format
-        super().save_pretrained(
-            save_directory, is_main_process, state_dict=official, save_original_format=False, **kwargs
-        )
+        before, self.config.expert_format = self.config.expert_format, expert_format  # of the file, not of the model
+        try:
+            super().save_pretrained(
+                save_directory, is_main_process, state_dict=official, save_original_format=False, **kwargs
+            )
+        finally:
+            self.config.expert_format = before
 
 
 class KimiK3Model(KimiK3PreTrainedModel):

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from dcp_compile.errors import UnsupportedModelError
 from dcp_compile.models.kimi_k3 import mxfp4
 from dcp_compile.models.kimi_k3.weights import FusedExperts
+from dcp_compile.parallel.exchange import sum_output
 from dcp_compile.parallel.loading import CheckpointFiles
-from dcp_compile.parallel.plan import Split
+from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, plan_splits
+from dcp_compile.parallel.shard import ModelShard
+from tests.tiny_models import tiny_deepseek_v3
 
 
 @pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(1, parts=2)])
@@ -79,3 +84,22 @@ def test_the_fingerprint_of_files_sees_other_files(tmp_path: Path, change: str) 
         save_file(content, tmp_path / folder / "model.safetensors")
     one, two = (CheckpointFiles([tmp_path / folder / "model.safetensors"]).fingerprint() for folder in ("one", "two"))
     assert one != two and len(one) == 16
+
+
+def test_a_bias_is_added_once_to_the_sum() -> None:
+    """Two ranks whose partial sums are equal."""
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    shard = ModelShard(2, 0, None, False, {})
+    shard.all_reduce = lambda part: 2 * part
+    wanted = 2 * x @ layer.weight.T + layer.bias
+    sum_output(shard, layer)
+    torch.testing.assert_close(layer(x), wanted)
+    shard.restore()
+    torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+def test_biases_that_the_plan_does_not_split_are_refused() -> None:
+    model = tiny_deepseek_v3(1)
+    model.model.layers[0].self_attn.q_b_proj.bias = nn.Parameter(torch.zeros(4 * 24))
+    with pytest.raises(UnsupportedModelError, match=r"layers.0.self_attn.q_b_proj.bias belongs to .* tp_size=2 splits"):
+        plan_splits(model, TRANSFORMERS_HEADS, 2)

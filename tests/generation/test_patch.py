@@ -46,6 +46,17 @@ def test_the_class_looks_the_same(attached):
     assert type(other) is type(attached)
 
 
+@pytest.mark.parametrize("change", [
+    lambda model: model.bfloat16(),
+    lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True),
+])  # fmt: skip
+def test_weights_that_were_replaced_are_noticed(attached, change):
+    attached.generate(IDS, max_new_tokens=2, do_sample=False)
+    change(attached)
+    with pytest.raises(UnsupportedModelError, match="was moved, converted or replaced after optimize.*unoptimize"):
+        attached.generate(IDS, max_new_tokens=2, do_sample=False)
+
+
 def test_forward_is_untouched(attached):
     plain = tiny_qwen3()
     torch.testing.assert_close(attached(IDS).logits, plain(IDS).logits, rtol=0, atol=0)

@@ -82,14 +82,15 @@ def test_left_padding_changes_nothing(model, lengths, seed):
         torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_padding_inside_a_later_chunk_is_masked(model, seed):
-    """A prompt that is all padding in the first chunk leaves the cache as if it had not been there."""
+@pytest.mark.parametrize("chunk", [4, 1])
+def test_padding_inside_a_later_chunk_is_masked(model, seed, chunk):
+    """A prompt that is all padding in the first chunks leaves the cache as if it had not been there."""
     tokens = draw(seed, 1, 8)
     mask = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
     cache = DynamicCache(config=model.config)
-    run(model, tokens[:, :4], cache, attention_mask=mask[:, :4])
-    found = run(model, tokens[:, 4:], cache, attention_mask=mask)
-    torch.testing.assert_close(found[:, 1:], full(model, tokens[:, 5:]), rtol=0, atol=TOLERANCE)
+    ends = range(chunk, 9, chunk)
+    found = torch.cat([run(model, tokens[:, e - chunk : e], cache, attention_mask=mask[:, :e]) for e in ends], dim=1)
+    torch.testing.assert_close(found[:, 5:], full(model, tokens[:, 5:]), rtol=0, atol=TOLERANCE)
 
 
 def test_logits_to_keep(model, seed):
