@@ -35,7 +35,7 @@ class Mailbox:
         calls: ``[CHANNELS]`` int64, zero at first: launches so far.
         lost: ``[1]`` int32, zero at first, readable by the host: 1 + the rank that did not answer.
         rank, size: of the group.
-        units: most units (rows times heads) of a message; unit_bytes: most bytes of one.
+        units: most units (rows times heads) of a message; unit_bytes: most bytes of one, a multiple of 16.
         polls: looks at a flag, each about a microsecond on a GPU, before its rank counts as lost.
     """
 
@@ -71,13 +71,18 @@ def _lse_at(size: int) -> int:
     return triton.cdiv(size * CHANNELS * 8, _ALIGNMENT) * _ALIGNMENT
 
 
-def constants(mailbox: Mailbox) -> dict[str, int]:
-    """The compile-time arguments that every kernel on ``mailbox`` takes."""
+def constants(mailbox: Mailbox, message: Tensor) -> dict[str, int]:
+    """The compile-time arguments that every kernel on ``mailbox`` takes.
+
+    Units lie ``STRIDE`` elements apart, the same number of bytes whatever a message's width and type are: what one launch
+    writes never overlaps what a slower rank has yet to read of the launch before.
+    """
     return {
         "RANK": mailbox.rank,
         "SIZE": mailbox.size,
         "UNITS": mailbox.units,
         "CHANNELS": CHANNELS,
+        "STRIDE": mailbox.unit_bytes // message.element_size(),
         "LSE_AT": _lse_at(mailbox.size),
         "DATA_AT": _lse_at(mailbox.size) + lse_bytes(mailbox.size, mailbox.units),
     }

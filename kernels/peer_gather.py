@@ -29,6 +29,7 @@ def _gather_heads(
     SIZE: tl.constexpr,
     UNITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
 ):
@@ -39,7 +40,7 @@ def _gather_heads(
     for unit in range(channel, units, CHANNELS):
         row = (unit // heads).to(tl.int64)
         value = tl.load(query + row * stride_t + unit % heads * stride_h + column * stride_e, mask=inside)
-        message = place(epoch, RANK, unit, SIZE, UNITS) * WIDTH + column
+        message = place(epoch, RANK, unit, SIZE, UNITS) * STRIDE + column
         for peer in range(SIZE):
             tl.store(region(bases, peer, DATA_AT, query.dtype.element_ty) + message, value, mask=inside)
     signal(bases, channel, epoch, RANK, SIZE, CHANNELS)
@@ -48,7 +49,7 @@ def _gather_heads(
     for unit in range(channel, units, CHANNELS):
         row = (unit // heads).to(tl.int64)
         for source in range(SIZE):
-            message = place(epoch, source, unit, SIZE, UNITS) * WIDTH + column
+            message = place(epoch, source, unit, SIZE, UNITS) * STRIDE + column
             value = tl.load(data + message, mask=inside, cache_modifier=".cg")  # written by a peer: not from the L1 cache
             to = (row * SIZE + source) * heads + unit % heads
             tl.store(out + to * WIDTH + column, value, mask=inside)
@@ -78,6 +79,6 @@ def gather_heads(query: Tensor, mailbox: Mailbox) -> Tensor:
             mailbox.polls,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
-            **constants(mailbox),
+            **constants(mailbox, query),
         )
     return out

@@ -34,6 +34,7 @@ def _merge_ranks(
     SIZE: tl.constexpr,
     UNITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
 ):
@@ -48,7 +49,7 @@ def _merge_ranks(
             head = unit % heads + peer * heads_apart  # the peer's head in our partials
             value = tl.load(part + row * stride_t + head * stride_h + column * stride_r, mask=inside)
             data = region(bases, peer, DATA_AT, part.dtype.element_ty)
-            tl.store(data + message * LATENT + column, value, mask=inside)
+            tl.store(data + message * STRIDE + column, value, mask=inside)
             log = tl.load(part_lse + row * lse_stride_t + head * lse_stride_h)
             tl.store(region(bases, peer, LSE_AT, tl.float32) + message, log)
     signal(bases, channel, epoch, RANK, SIZE, CHANNELS)
@@ -66,7 +67,7 @@ def _merge_ranks(
         total = tl.sum(weight, 0)
         # A part of weight 0 is not even read: its output is undefined.
         value = tl.load(
-            data + message[:, None] * LATENT + column[None, :],
+            data + message[:, None] * STRIDE + column[None, :],
             mask=(weight > 0)[:, None] & inside[None, :],
             other=0.0,
             cache_modifier=".cg",
@@ -110,6 +111,6 @@ def merge_ranks(out: Tensor, lse: Tensor, heads: int, mailbox: Mailbox) -> Tenso
             LATENT=latent,
             BLOCK=triton.next_power_of_2(latent),
             BLOCK_SIZE=triton.next_power_of_2(mailbox.size),
-            **constants(mailbox),
+            **constants(mailbox, out),
         )
     return merged

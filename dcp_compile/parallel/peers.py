@@ -62,7 +62,7 @@ def open_exchange(
         if wanted == "peers":
             raise ConfigError(f'exchange="peers" is not possible here: {reason}; choose "auto" or "collectives"')
         return ExchangePath("collectives", reason)
-    rows = min(rows, MOST_ROWS)
+    rows, width = min(rows, MOST_ROWS), -(-width // 16) * 16
     boxes = MAILBOXES.get(group.group_name)
     if boxes is None or not boxes.merge.fits(rows * heads, width):
         boxes = Mailboxes(*(_mailbox(group, device, rows * heads, width, timeout) for _ in ("gather", "merge")))
