@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcp_compile.errors import CapacityError
 
-from .kda import delta_step, load_token, normalised
+from .kda import L2_EPS
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -73,118 +73,100 @@ def _kda_verify(
     V: tl.constexpr,
     RECORDS: tl.constexpr,
     L2NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    # Programs that share a head all read its records of k and g: a second kernel replaces those, after this one.
-    head = tl.program_id(1).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
+    """All rows of one request and head at once; with G_r the sum of g up to row r, S_0 the committed state, L and M below::
+
+        u_r = beta_r (v_r - (k_r exp G_r)^T S_0 - sum_{s<r} L_rs u_s),    L_rs = sum_i k_ri k_si exp(G_ri - G_si)
+        o_r =              (q_r exp G_r)^T S_0 + sum_{s<=r} M_rs u_s,     M_rs = sum_i q_ri k_si exp(G_ri - G_si)
+
+    so the state meets two small matrix products, and the corrections are u = (1 + diag(beta) L)^-1 beta (v - ...).
+    """
+    head = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    r = tl.arange(0, BLOCK_R)
+    r64 = r.to(tl.int64)
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
     held = slot >= 0
-    tile = state + slot * state_stride_n + head * state_stride_h
-    tile = tile + i[:, None] * state_stride_k + j[None, :] * state_stride_v
-    inside = (i < K)[:, None] & (j < V)[None, :] & held
-    s = tl.load(tile, mask=inside, other=0.0)
-
-    k_record = pending_k + slot * pk_stride_n + head * pk_stride_h + i * pk_stride_k
-    u_record = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
-    g_record = pending_g + slot * pg_stride_n + head * pg_stride_h + i * pg_stride_k
     kept = tl.minimum(tl.maximum(tl.load(accepted + request * accepted_stride), 0), RECORDS)
     kept = tl.where(held, kept, 0)
-    for m in range(kept):
-        record = tl.cast(m, tl.int64)
-        g_row = tl.load(g_record + record * pg_stride_m, mask=i < K, other=0.0)
-        k_row = tl.load(k_record + record * pk_stride_m, mask=i < K, other=0.0)
-        u_row = tl.load(u_record + record * pu_stride_m, mask=j < V, other=0.0)
-        s = s * tl.exp(g_row)[:, None] + k_row[:, None] * u_row[None, :]
-    tl.store(tile, s, mask=inside & (kept > 0))
-    tl.debug_barrier()  # every thread has read the records before any is replaced
 
-    q += request * q_stride_b + head * q_stride_h + i * q_stride_k
-    k += request * k_stride_b + head * k_stride_h + i * k_stride_k
-    v += request * v_stride_b + head * v_stride_h + j * v_stride_v
-    g += request * g_stride_b + head * g_stride_h + i * g_stride_k
-    beta += request * beta_stride_b + head * beta_stride_h
-    positions += request * position_stride_b
-    out += (request * rows * heads + head) * V + j
-    in_v = (j < V) & held
-    q_row, k_row, v_row, g_row, strength, valid = load_token(q, k, v, g, beta, positions, i < K, j < V, rows > 0)
-    for row in range(rows):
-        q += q_stride_s
-        k += k_stride_s
-        v += v_stride_s
-        g += g_stride_s
-        beta += beta_stride_s
-        positions += position_stride_s
-        following = load_token(q, k, v, g, beta, positions, i < K, j < V, row + 1 < rows)  # under this token's work
-        q_row = normalised(q_row, valid, L2NORM) * SCALE
-        k_row = normalised(k_row, valid, L2NORM)
-        v_row, g_row = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0)
-        strength = tl.where(valid, strength, 0.0)
-        s, u_row, o = delta_step(s, q_row, k_row, v_row, g_row, strength)
-        tl.store(out, o.to(out.dtype.element_ty), mask=j < V)
-        tl.store(u_record, u_row, mask=in_v)
-        out += heads * V
-        u_record += pu_stride_m
-        q_row, k_row, v_row, g_row, strength, valid = following
-    for _ in range(rows, RECORDS):  # a narrower step leaves neutral records behind
-        tl.store(u_record, tl.zeros([BLOCK_V], tl.float32), mask=in_v)
-        u_record += pu_stride_m
+    k_records = pending_k + slot * pk_stride_n + head * pk_stride_h
+    k_records = k_records + r64[:, None] * pk_stride_m + i[None, :] * pk_stride_k
+    g_records = pending_g + slot * pg_stride_n + head * pg_stride_h
+    g_records = g_records + r64[:, None] * pg_stride_m + i[None, :] * pg_stride_k
+    recorded = (r < kept)[:, None] & (i < K)[None, :]
+    k_old = tl.load(k_records, mask=recorded, other=0.0)
+    g_old = tl.load(g_records, mask=recorded, other=0.0)
+    decay = tl.exp(tl.sum(g_old, 0))
+    weights = tl.trans(k_old * tl.exp(tl.cumsum(g_old, 0, reverse=True) - g_old))  # decayed by what came after each
 
-
-@triton.jit(do_not_specialize=["rows"])
-def _keep_records(
-    k,
-    g,
-    pending_k,
-    pending_g,
-    state_slots,
-    positions,
-    rows,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    k_stride_k,
-    g_stride_b,
-    g_stride_s,
-    g_stride_h,
-    g_stride_k,
-    pk_stride_n,
-    pk_stride_m,
-    pk_stride_h,
-    pk_stride_k,
-    pg_stride_n,
-    pg_stride_m,
-    pg_stride_h,
-    pg_stride_k,
-    slot_stride,
-    position_stride_b,
-    position_stride_s,
-    K: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Normalised keys and log decays of one row and head; zeros for a padded row and past the last one."""
-    record = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
-    i = tl.arange(0, BLOCK_K)
-    slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
-    known = record < rows
-    position = tl.load(positions + request * position_stride_b + record * position_stride_s, mask=known, other=-1)
+    given = r < rows
+    position = tl.load(positions + request * position_stride_b + r64 * position_stride_s, mask=given, other=-1)
     valid = position >= 0
-    row = request * k_stride_b + record * k_stride_s + head * k_stride_h
-    k_row = tl.load(k + row + i * k_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
-    row = request * g_stride_b + record * g_stride_s + head * g_stride_h
-    g_row = tl.load(g + row + i * g_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
-    k_row = normalised(k_row, valid, L2NORM)
-    kept = (i < K) & (slot >= 0)
-    target = slot * pk_stride_n + record * pk_stride_m + head * pk_stride_h
-    tl.store(pending_k + target + i * pk_stride_k, k_row, mask=kept)
-    target = slot * pg_stride_n + record * pg_stride_m + head * pg_stride_h
-    tl.store(pending_g + target + i * pg_stride_k, g_row, mask=kept)
+    in_row = valid[:, None] & (i < K)[None, :]
+    q_rows = q + request * q_stride_b + head * q_stride_h + r64[:, None] * q_stride_s + i[None, :] * q_stride_k
+    k_rows = k + request * k_stride_b + head * k_stride_h + r64[:, None] * k_stride_s + i[None, :] * k_stride_k
+    g_rows = g + request * g_stride_b + head * g_stride_h + r64[:, None] * g_stride_s + i[None, :] * g_stride_k
+    q_new = tl.load(q_rows, mask=in_row, other=0.0).to(tl.float32)
+    k_new = tl.load(k_rows, mask=in_row, other=0.0).to(tl.float32)
+    g_new = tl.load(g_rows, mask=in_row, other=0.0).to(tl.float32)
+    beta_rows = beta + request * beta_stride_b + head * beta_stride_h + r64 * beta_stride_s
+    strength = tl.load(beta_rows, mask=valid, other=0.0).to(tl.float32)
+    if L2NORM:
+        q_new = q_new / tl.sqrt(tl.sum(q_new * q_new, 1) + L2_EPS)[:, None]
+        k_new = k_new / tl.sqrt(tl.sum(k_new * k_new, 1) + L2_EPS)[:, None]
+    q_new *= SCALE
+    tl.debug_barrier()  # every thread has read the records before any is replaced
+    replaced = (r < RECORDS)[:, None] & (i < K)[None, :] & held
+    tl.store(k_records, k_new, mask=replaced)
+    tl.store(g_records, g_new, mask=replaced)
+
+    since = tl.cumsum(g_new, 0)
+    same = (r[:, None] == r[None, :]).to(tl.float32)
+    inverse, mixed = same, tl.zeros([BLOCK_R, BLOCK_R], tl.float32)
+    for row in range(rows):
+        here = (r == row)[:, None]
+        k_row = tl.sum(tl.where(here, k_new, 0.0), 0)
+        # Rows before this one have a positive exponent, which may overflow, and are masked below.
+        reach = k_row[None, :] * tl.exp(tl.minimum(since - tl.sum(tl.where(here, since, 0.0), 0)[None, :], 0.0))
+        lower = tl.where(r > row, tl.sum(k_new * reach, 1) * strength, 0.0)
+        inverse -= lower[:, None] * tl.sum(tl.where(here, inverse, 0.0), 0)[None, :]
+        upon = tl.where(r >= row, tl.sum(q_new * reach, 1), 0.0)
+        mixed = tl.where((r == row)[None, :], upon[:, None], mixed)
+    k_new *= tl.exp(since)
+    q_new *= tl.exp(since)
+
+    state += slot * state_stride_n + head * state_stride_h
+    pending_u += slot * pu_stride_n + head * pu_stride_h
+    v += request * v_stride_b + head * v_stride_h
+    out += (request * rows * heads + head) * V
+    for first in range(0, V, BLOCK_V):
+        j = first + tl.arange(0, BLOCK_V)
+        tile = state + i[:, None] * state_stride_k + j[None, :] * state_stride_v
+        inside = (i < K)[:, None] & (j < V)[None, :] & held
+        u_records = pending_u + r64[:, None] * pu_stride_m + j[None, :] * pu_stride_v
+        u_old = tl.load(u_records, mask=(r < kept)[:, None] & (j < V)[None, :], other=0.0)
+        s = tl.load(tile, mask=inside, other=0.0) * decay[:, None]
+        s = tl.dot(weights, u_old, s, input_precision="tf32x3")
+        tl.store(tile, s, mask=inside & (kept > 0))
+        v_new = tl.load(
+            v + r64[:, None] * v_stride_s + j[None, :] * v_stride_v, mask=valid[:, None] & (j < V)[None, :], other=0.0
+        )
+        u = (v_new.to(tl.float32) - tl.dot(k_new, s, input_precision="tf32x3")) * strength[:, None]
+        u = tl.dot(inverse, u, input_precision="tf32x3")
+        o = tl.dot(q_new, s, input_precision="tf32x3")
+        o = tl.dot(mixed, u, o, input_precision="tf32x3")
+        tl.store(
+            out + r64[:, None] * heads * V + j[None, :],
+            tl.where(valid[:, None], o, 0.0).to(out.dtype.element_ty),
+            mask=given[:, None] & (j < V)[None, :],
+        )
+        tl.debug_barrier()
+        tl.store(u_records, u, mask=(r < RECORDS)[:, None] & (j < V)[None, :] & held)
 
 
 def kda_verify(
@@ -226,8 +208,8 @@ def kda_verify(
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out
-    block_k, block_v = triton.next_power_of_2(width), min(32, triton.next_power_of_2(values))
-    _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
+    records = pending_k.shape[1]
+    _kda_verify[(heads, batch)](
         q,
         k,
         v,
@@ -258,29 +240,11 @@ def kda_verify(
         SCALE=scale,
         K=width,
         V=values,
-        RECORDS=pending_k.shape[1],
+        RECORDS=records,
         L2NORM=qk_l2norm,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        num_warps=max(1, min(8, block_k * block_v // 1024)),  # 32 registers of state per thread
-    )
-    _keep_records[(pending_k.shape[1], heads, batch)](
-        k,
-        g,
-        pending_k,
-        pending_g,
-        state_slots,
-        positions,
-        rows,
-        *k.stride(),
-        *g.stride(),
-        *pending_k.stride(),
-        *pending_g.stride(),
-        state_slots.stride(0),
-        *positions.stride(),
-        K=width,
-        L2NORM=qk_l2norm,
-        BLOCK_K=block_k,
-        num_warps=1,
+        BLOCK_R=max(16, triton.next_power_of_2(records)),  # matrix products have at least 16 rows
+        BLOCK_K=max(16, triton.next_power_of_2(width)),
+        BLOCK_V=max(16, min(32, triton.next_power_of_2(values))),
+        num_warps=4,
     )
     return out

@@ -75,7 +75,7 @@ def _corner(buffer: Tensor, full: torch.Size, used: torch.Size, name: str) -> Te
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """A captured step. A graph owns only what was allocated inside its capture: everything else it reads is kept here."""
 
     staging: Staging
@@ -122,7 +122,11 @@ class GraphRunner:
             return tuple(out[:batch] for out in bucket.outputs)
         return tuple(out.unflatten(0, place)[:batch, :rows].flatten(0, 1) for out in bucket.outputs)
 
-    def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> _Bucket:
+    def bucket(self, batch: int, rows: int) -> Bucket:
+        """The captured step of exactly ``batch`` requests x ``rows`` rows; its graph replays on what the last call filled in."""
+        return self._buckets[batch, rows]
+
+    def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> Bucket:
         staging = Staging(batch, rows, columns, self._device)
         total = batch * rows
         wanted = range(total) if self._all_rows else range(rows - 1, total, rows)
@@ -147,7 +151,7 @@ class GraphRunner:
                 f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
                 "cuda_graphs=False to run without graphs"
             ) from error
-        return _Bucket(staging, logit_rows, graph, outputs)
+        return Bucket(staging, logit_rows, graph, outputs)
 
 
 def smallest_bucket(places: Iterable[tuple[int, int]], batch: int, rows: int) -> tuple[int, int] | None:
