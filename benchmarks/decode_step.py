@@ -134,14 +134,14 @@ def layer_against_expanded(context: int = 131072) -> dict:
         return torch.einsum("thr,hdr->thd", out, weight[:, DIM:])
 
     def expanded() -> torch.Tensor:
-        held = cache[1:].reshape(1, context, LATENT + ROPE)
-        both = (held[..., :LATENT] @ weight.view(-1, LATENT).T).view(1, context, HEADS, 2 * DIM)
-        rope = held[:, :, None, LATENT:].expand(-1, -1, HEADS, -1)
-        key, value = torch.cat([both[..., :DIM], rope], -1), both[..., DIM:]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, None], key.transpose(1, 2), value.transpose(1, 2), scale=scale
-        )
-        return out[:, :, 0]
+        held = cache[1:].reshape(context, LATENT + ROPE)
+        rope = held[None, :, LATENT:].expand(HEADS // 2, -1, -1)
+        outs = []
+        for part, q in zip(weight.chunk(2), query[0, :, None].chunk(2)):  # a product of 2^31 numbers fails in cuBLAS
+            both = (held[:, :LATENT] @ part.reshape(-1, LATENT).T).view(context, -1, 2 * DIM).transpose(0, 1)
+            key = torch.cat([both[..., :DIM], rope], -1)
+            outs.append(torch.nn.functional.scaled_dot_product_attention(q[None], key[None], both[None, ..., DIM:], scale=scale))
+        return torch.cat(outs, 1)[:, :, 0]
 
     error = float((absorbed() - expanded()).abs().max() / expanded().abs().max())
     ours, peer = graph_time(absorbed, 4), graph_time(expanded, replays=10)
