@@ -181,6 +181,9 @@ def _draft_engine(
         window=config.draft_window,
         gives_confidence=adaptive and draft.confidence_head is not None,
     )
+    if engine.device.type == "cuda" and config.cuda_graphs is not False:
+        columns = table_columns(config, engine.parallel.dcp_size)
+        compiled = compiled.with_graphs(config.max_batch_size, _verify_widths(config), columns)
     if adaptive:
         compiled = dataclasses.replace(compiled, costs=measure_blocks(compiled, config.max_batch_size, engine.device))
     return compiled
@@ -259,14 +262,19 @@ def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
     return config.lowering == "inductor" or (config.lowering == "auto" and device.type == "cuda")
 
 
+def _verify_widths(config: DCPConfig) -> list[int]:
+    """Rows per request that verify steps are captured for."""
+    widest = config.num_speculative_tokens + 1
+    return buckets(widest) if config.verify == "adaptive" else [widest]
+
+
 def _captured(
     programs: dict[bool, StepProgram], config: DCPConfig, parallel: ParallelLayout, device: torch.device
 ) -> dict[bool, StepProgram]:
     """The programs behind CUDA graphs: one token per request for a step, the widths in use for a verify step."""
     pool = torch.cuda.graph_pool_handle()
     batches, columns = buckets(config.max_batch_size), table_columns(config, parallel.dcp_size)
-    widest = config.num_speculative_tokens + 1
-    widths = {False: [1], True: buckets(widest) if config.verify == "adaptive" else [widest]}
+    widths = {False: [1], True: _verify_widths(config)}
     return {
         verify: GraphRunner(program, widths[verify], batches, columns, verify, device, pool)
         for verify, program in programs.items()

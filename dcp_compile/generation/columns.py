@@ -11,11 +11,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .._compat import CACHE_NAME
 from .call import DecodeCall
 from .interface import Session
+
+
+# What these decide follows from the tokens alone: it is decided on the host, by every rank for itself.
+_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
 
 
 class Columns:
@@ -33,6 +38,7 @@ class Columns:
         self._ids = call.input_ids.new_full((rows, call.max_length), call.pad_token)
         self._ids[:, : self.width] = call.input_ids
         self._host = self._ids.cpu()  # the same tensor if the caller works on the CPU
+        self._by_tokens = all(type(criterion) in _BY_TOKENS for criterion in call.criteria)
         self.lengths = [self.width] * rows
         self.unfinished = [True] * rows
         self._scores: tuple[Tensor, ...] | None = () if call.scores else None
@@ -67,22 +73,23 @@ class Columns:
         return [self._host[row, pad:length] for row, (pad, length) in enumerate(zip(self._call.pads, self.lengths))]
 
     def last(self) -> Tensor:
-        """Each row's newest token, int64 ``[rows]``."""
-        index = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
-        return self._ids.gather(1, index).squeeze(1)
+        """Each row's newest token, int64 ``[rows]`` on the CPU."""
+        return self._host.gather(1, torch.tensor(self.lengths)[:, None] - 1).squeeze(1)
 
     def until_end(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` a row can take: up to and including the first that ends it."""
         return next((i + 1 for i, token in enumerate(tokens) if token in self._call.eos_tokens), len(tokens))
 
     def extend(self, tokens: Tensor, counts: Sequence[int], scores: Tensor, logits: Tensor) -> None:
-        """Append the first ``counts[row]`` of ``tokens [rows, columns]``; the others are ``[rows, columns, vocab]``."""
-        host = tokens.to(self._host.device)
+        """Append the first ``counts[row]`` of ``tokens [rows, columns]``, which are on the CPU.
+
+        ``scores`` and ``logits`` are those they were chosen from, ``[rows, columns, vocab]``.
+        """
         for row, count in enumerate(counts):
             start = self.lengths[row]
-            self._host[row, start : start + count] = host[row, :count]
+            self._host[row, start : start + count] = tokens[row, :count]
             if self._ids is not self._host:
-                self._ids[row, start : start + count] = tokens[row, :count]
+                self._ids[row, start : start + count].copy_(tokens[row, :count], non_blocking=True)
             self.lengths[row] += count
             if self._scores is not None or self._logits is not None:
                 self._ahead[row] += [(scores[row, j], logits[row, j]) for j in range(count)]
@@ -112,9 +119,7 @@ class Columns:
                 self.lengths[row] = column + 1
         self.width += 1
         self._keep_scores()
-        stop = call.criteria(self.ids, self._scores)
-        stop = self._session.broadcast(stop.long()).tolist()  # criteria may read a clock: the leader's decision counts
-        for row, stopped in enumerate(stop):
+        for row, stopped in enumerate(self._stops()):
             if stopped and self.unfinished[row]:
                 self.unfinished[row] = False
                 if call.pads_finished:  # what the row holds beyond this column was never part of the answer
@@ -122,6 +127,12 @@ class Columns:
                     self._ahead[row].clear()
         if self._streamer is not None:
             self._streamer.put(self._host[:, column].clone())
+
+    def _stops(self) -> list[int]:
+        if self._by_tokens:
+            return self._call.criteria(self._host[:, : self.width], self._scores).tolist()
+        stop = self._call.criteria(self.ids, self._scores)
+        return self._session.broadcast(stop.long()).tolist()  # criteria may read a clock: the leader's decision counts
 
     def _keep_scores(self) -> None:
         if self._scores is None and self._logits is None:

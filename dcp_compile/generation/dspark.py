@@ -27,6 +27,7 @@ class DSparkProposer:
         self._session, self._sampling = session, sampling
         session.taps_sink = self._engine.ingest
 
+    @torch.no_grad()
     def propose(self, sequences: Sequence[Tensor], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._engine.width) for limit in limits]
         if not any(counts):
@@ -34,27 +35,27 @@ class DSparkProposer:
             return Proposal.stack(empty)
         anchors = torch.stack([sequence[-1] for sequence in sequences])
         base, hidden = self._engine.run_block(anchors, self._session.lengths, self._session.block_table, counts)
-        tokens, probabilities = [], []
-        previous = anchors.to(base.device)
-        for row in range(base.shape[1]):
-            logits = base[:, row] + self._engine.model.markov_bias(previous)
-            previous, drawn_from = self._sampling.pick(logits)
-            tokens.append(previous)
-            probabilities.append(drawn_from)
-        sampled = probabilities[0] is not None
-        return Proposal(
-            torch.stack(tokens, dim=1),
-            counts,
-            torch.stack(probabilities, dim=1) if sampled else None,
-            self._confidences(hidden, [anchors.to(base.device), *tokens[:-1]]),
-        )
+        if self._sampling.do_sample:
+            tokens, probabilities = self._draw(anchors.to(base.device), base)
+        else:
+            tokens, probabilities = self._engine.follow(anchors, base), None
+        return Proposal(tokens, counts, probabilities, self._confidences(hidden, anchors, tokens))
 
-    def _confidences(self, hidden: Tensor, before: list[Tensor]) -> Tensor | None:
+    def _draw(self, anchors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Sampled tokens ``[B, K]`` and the distributions they were drawn from, ``[B, K, vocab]``."""
+        tokens, probabilities = [anchors], []
+        for logits in base.unbind(1):
+            drawn, drawn_from = self._sampling.pick(logits + self._engine.model.markov_bias(tokens[-1]))
+            tokens.append(drawn)
+            probabilities.append(drawn_from)
+        return torch.stack(tokens[1:], dim=1), torch.stack(probabilities, dim=1)
+
+    def _confidences(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor | None:
         """Chances ``[B, K]`` of the drafts, from the block's states ``[B, K, H]`` and the tokens before each of them."""
         if not self._engine.gives_confidence:
             return None
-        with torch.no_grad():
-            return self._engine.model.confidence(hidden, torch.stack(before, dim=1))
+        before = torch.cat([anchors.to(tokens.device)[:, None], tokens[:, :-1]], dim=1)
+        return self._engine.model.confidence(hidden, before)
 
     def commit(self, kept: Sequence[int]) -> None:
         """The session has handed the kept rows' hidden states to the draft already."""

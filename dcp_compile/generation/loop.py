@@ -72,6 +72,7 @@ def decode_speculative(
         window = torch.cat([columns.last()[:, None], drafts], dim=1)
         fed = [counts[row] + 1 if runs[row] else 0 for row in rows]
         logits = _take(session.verify(window, fed), call, fed)
+        drafts = _sent(drafts, logits.device)
         if ragged:
             scores, judged = call.processors(None, logits.flatten(0, 1)).view(logits.shape), counts
         else:
@@ -96,33 +97,40 @@ def _append_column(
     """Choose one token per row from ``logits [rows, vocab]``, with the calls and the draws transformers makes."""
     counts = [int(flag) for flag in active]
     logits = _take(logits[:, None], call, counts)[:, 0]
-    scores = call.processors(columns.ids, logits)
+    scores = call.processors(columns.ids, logits) if call.processors else logits
     if call.do_sample:
         tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
     else:
         tokens = scores.argmax(dim=-1)
-    tokens = session.broadcast(tokens)
+    tokens = session.broadcast(tokens).cpu()
     columns.extend(tokens[:, None], counts, scores[:, None], logits[:, None])
 
 
 def _take(logits: Tensor, call: DecodeCall, counts: Sequence[int]) -> Tensor:
     """A copy of ``logits [rows, columns, vocab]`` where the caller works; columns past ``counts`` become zeros."""
     logits = logits.to(device=call.input_ids.device, dtype=torch.float32, copy=True)
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    unused = columns >= torch.tensor(counts, device=logits.device)[:, None]
-    return logits.masked_fill_(unused[..., None], 0.0)
+    columns = logits.shape[1]
+    if min(counts) < columns:
+        unused = torch.arange(columns) >= torch.tensor(counts)[:, None]
+        logits.masked_fill_(_sent(unused, logits.device)[..., None], 0.0)
+    return logits
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on ``device``, without waiting for what the device is still doing."""
+    return tensor.to(device, non_blocking=True)
 
 
 def _agree_on_drafts(
     session: Session, call: DecodeCall, columns: Columns, proposal: Proposal, width: int
 ) -> tuple[Tensor, list[int]]:
-    """The leader's drafts, cut after a token that ends the row: int64 ``[rows, most drafts]`` and the count per row."""
+    """The leader's drafts, cut after a token that ends the row: int64 ``[rows, most drafts]`` on the CPU, and how many."""
     packed = proposal.tokens.new_zeros(len(proposal.counts), width + 1)
     for row, count in enumerate(proposal.counts):
         count = columns.until_end(proposal.tokens[row, :count].tolist())
         packed[row, :count] = proposal.tokens[row, :count]
         packed[row, width] = count
-    packed = session.broadcast(packed.to(call.input_ids.device))
+    packed = session.broadcast(packed)
     counts = packed[:, width].tolist()
     return packed[:, : max(counts)], counts
 
@@ -170,7 +178,7 @@ def _scores_in_lockstep(
 
 
 def _first(drafts: Tensor, counts: Sequence[int]) -> Tensor:
-    return torch.arange(drafts.shape[1], device=drafts.device) < torch.tensor(counts, device=drafts.device)[:, None]
+    return _sent(torch.arange(drafts.shape[1]) < torch.tensor(counts)[:, None], drafts.device)
 
 
 def _judge(
@@ -182,7 +190,7 @@ def _judge(
     probs: Tensor | None,
     acceptance: str,
 ) -> tuple[Tensor, list[list[int]]]:
-    """The leader's verdict: tokens ``[rows, most drafts + 1]``, and those each row emits."""
+    """The leader's verdict: tokens ``[rows, most drafts + 1]`` on the CPU, and those each row emits."""
     width = max(counts)
     packed = drafts.new_zeros(len(drafts), width + 2)
     if session.is_leader:
@@ -191,14 +199,14 @@ def _judge(
         verdict = _apply_rule(call, scores[:, : width + 1], drafts[:, :width], counts, probs, acceptance)
         packed[:, :-1] = verdict.tokens
         packed[:, -1] = verdict.accepted + 1
-    packed = session.broadcast(packed)
+    packed = session.broadcast(packed).cpu()
     return packed[:, :-1], [row[: row[-1]] for row in packed.tolist()]
 
 
 def _apply_rule(
     call: DecodeCall, scores: Tensor, drafts: Tensor, counts: list[int], probs: Tensor | None, acceptance: str
 ) -> Verdict:
-    limit = torch.tensor(counts, device=drafts.device)
+    limit = _sent(torch.tensor(counts), drafts.device)
     if not call.do_sample:
         return greedy(scores, drafts, limit)
     if probs is not None:

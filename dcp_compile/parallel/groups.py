@@ -32,6 +32,7 @@ class ParallelLayout:
         replica: group of all ranks that work on the same requests, None for one rank.
         leader: global rank that decides for the replica.
         transport: library that carries the messages between devices of the model's kind, None for one rank.
+        device: of the model on this rank, where messages start and arrive.
     """
 
     tp_size: int = 1
@@ -43,6 +44,7 @@ class ParallelLayout:
     replica: dist.ProcessGroup | None = None
     leader: int = 0
     transport: str | None = None
+    device: torch.device = torch.device("cpu")
 
     @property
     def is_leader(self) -> bool:
@@ -53,13 +55,13 @@ class ParallelLayout:
         return self.tp_size > 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The leader's value of ``tensor`` on every rank of the replica."""
+        """The leader's value of ``tensor`` on every rank of the replica, where ``tensor`` lies."""
         if self.replica is None:
             return tensor
-        tensor = tensor.contiguous()
+        sent = tensor.to(self.device).contiguous()
         with answering_ranks("passing on the leader's choice"):
-            dist.broadcast(tensor, src=self.leader, group=self.replica)
-        return tensor
+            dist.broadcast(sent, src=self.leader, group=self.replica)
+        return sent.to(tensor.device)
 
 
 def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
@@ -102,6 +104,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         replica=groups[size],
         leader=rank // size * size,
         transport=_transport(everyone, device),
+        device=device,
     )
 
 

@@ -10,7 +10,7 @@ accepted and masked by length otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..lower import StepProgram
 from ..parallel import ParallelLayout
 from ..parallel.failures import answering_ranks
 from .costs import StepCosts
+from .graphs import ReplayedCall, buckets
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class DraftEngine:
     """A compiled draft.
 
     Attributes:
-        model: the draft (its projections of target states and its Markov head run uncompiled).
+        model: the draft (its projections of target states and its Markov head are not rewritten).
         block: program of one block step. caches: its KV cache per layer.
         block_size, dcp_rank, dcp_size, interleave: token layout of the caches; those of one rank if they are replicated.
         width: most tokens one block proposes.
         window: context tokens a block sees, the latest ones; None = all.
         gives_confidence: proposals come with the confidence head's opinion of them, for adaptive verification.
         costs: times of its blocks, measured for adaptive verification only.
+        context_graphs, markov_graphs: the two functions around the block as CUDA graphs, None without graphs.
     """
 
     model: torch.nn.Module
@@ -47,8 +49,34 @@ class DraftEngine:
     window: int | None = None
     gives_confidence: bool = False
     costs: StepCosts | None = None
+    context_graphs: ReplayedCall | None = None
+    markov_graphs: ReplayedCall | None = None
 
-    @torch.no_grad()
+    def with_graphs(self, max_batch_size: int, widths: Sequence[int], columns: int) -> DraftEngine:
+        """The same, with what surrounds the block captured as CUDA graphs.
+
+        Args:
+            widths: rows per request of the target's verify steps. columns: of a block table.
+        """
+        model, batches, pool = self.model, buckets(max_batch_size), torch.cuda.graph_pool_handle()
+        device, vocab = self.caches[0].device, model.config.vocab_size
+        taps = model.context_proj.in_features
+        context = ReplayedCall(
+            self._write_context,
+            [(batch, rows) for batch in batches for rows in widths],
+            lambda batch, rows: [
+                ((batch, rows, taps), model.dtype, 0), ((batch, rows), torch.int64, -1), ((batch, columns), torch.int32, 0)
+            ],
+            device, pool,
+        )  # fmt: skip
+        markov = ReplayedCall(
+            self._follow,
+            [(batch,) for batch in batches],
+            lambda batch: [((batch,), torch.int64, 0), ((batch, self.width, vocab), model.dtype, 0)],
+            device, pool,
+        )  # fmt: skip
+        return replace(self, context_graphs=context, markov_graphs=markov)
+
     def ingest(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
         """Write the context entries of target rows.
 
@@ -56,17 +84,42 @@ class DraftEngine:
             taps: ``[T, taps]`` hidden states. positions: ``[B, S]``; rows at -1 (padding, rejected) are not written.
             block_table: ``[B, columns]``.
         """
-        device = taps.device
-        positions, block_table = positions.to(device), block_table.to(device)
+        taps, place = taps.unflatten(0, positions.shape), tuple(positions.shape)
+        if self.context_graphs is not None and self.context_graphs.holds(*place):
+            self.context_graphs(place, taps, positions, block_table)
+        else:
+            self._write_context(taps, positions.to(taps.device), block_table.to(taps.device))
+
+    @torch.no_grad()
+    def _write_context(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
+        """``taps [B, S, taps]``; everything on the device."""
         slots = torch.ops.dcp.cp_local_slot(
             positions, block_table, self.block_size, self.dcp_rank, self.dcp_size, self.interleave
         )
-        context = self.model.project_context(taps[None])
+        context = self.model.project_context(taps.flatten(0, 1)[None])
         row_positions = positions.reshape(1, -1).clamp_min(0)
         for cache, pair in zip(self.caches, self.model.context_entries(context, row_positions)):
             # [1, groups, T, width] -> [T, groups * width]: latent and rope key, or keys and values.
             first, second = (entry[0].transpose(0, 1).flatten(1) for entry in pair)
             torch.ops.dcp.kv_write(first, second, cache, slots)
+
+    def follow(self, anchors: Tensor, base: Tensor) -> Tensor:
+        """Greedy tokens ``[B, K]`` of a block with base logits ``[B, K, V]``: each biases the logits of the next.
+
+        Args:
+            anchors: ``[B]``, what biases the first.
+        """
+        place = tuple(anchors.shape)
+        if self.markov_graphs is not None and self.markov_graphs.holds(*place):
+            return self.markov_graphs(place, anchors, base)[:, : base.shape[1]]
+        return self._follow(anchors.to(base.device), base)
+
+    @torch.no_grad()
+    def _follow(self, anchors: Tensor, base: Tensor) -> Tensor:
+        tokens = [anchors]
+        for logits in base.unbind(1):
+            tokens.append((logits + self.model.markov_bias(tokens[-1])).argmax(dim=-1))
+        return torch.stack(tokens[1:], dim=1)
 
     @torch.no_grad()
     def run_block(

@@ -9,8 +9,9 @@ requests only, so they leave KV caches and recurrent state as they were.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ _WIDE = ("input_ids", "positions", "prefix_lengths")
 _NARROW = ("block_table", "state_slots", "accepted")
 _NEUTRAL = {"positions": -1, "state_slots": -1}
 _WARM_UPS = 3
+
+Result = TypeVar("Result")
 
 
 class Staging:
@@ -136,16 +139,8 @@ class GraphRunner:
             positions = staging.device["positions"].view(-1).clamp_min(0)
             return self._program({**staging.device, "row_positions": positions, "logit_rows": logit_rows})
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=pool):
-                outputs = run()
+            graph, outputs = _record(run, pool)
         except Exception as error:
             raise CaptureError(
                 f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
@@ -154,9 +149,66 @@ class GraphRunner:
         return Bucket(staging, logit_rows, graph, outputs)
 
 
-def smallest_bucket(places: Iterable[tuple[int, int]], batch: int, rows: int) -> tuple[int, int] | None:
-    """The least of ``places`` (requests, rows per request) that holds ``batch`` requests of ``rows`` rows, if any does."""
-    return min((place for place in places if place[0] >= batch and place[1] >= rows), default=None)
+class ReplayedCall:
+    """A function of device tensors, captured once per bucket of its leading sizes.
+
+    Each input lives in a buffer that the bucket owns; what a smaller call leaves free of it holds the input's neutral
+    value, with which the function must not write anything.
+
+    Args:
+        function: of the inputs in order; returns a tensor that begins with the first leading size, or None.
+        places: leading sizes of the buckets.
+        inputs: per place, the shape, dtype and neutral value of every input.
+        pool: memory pool of the graphs.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor | None],
+        places: Iterable[tuple[int, ...]],
+        inputs: Callable[..., Sequence[tuple[tuple[int, ...], torch.dtype, int]]],
+        device: torch.device,
+        pool: tuple[int, int],
+    ):
+        self._buckets = {}
+        for place in sorted(places, reverse=True):
+            neutral = [value for *_, value in inputs(*place)]
+            buffers = [torch.full(shape, value, dtype=dtype, device=device) for shape, dtype, value in inputs(*place)]
+            graph, result = _record(lambda: function(*buffers), pool)
+            self._buckets[place] = buffers, neutral, graph, result
+
+    def holds(self, *place: int) -> bool:
+        """Whether a bucket is large enough for these leading sizes."""
+        return smallest_bucket(self._buckets, *place) is not None
+
+    def __call__(self, place: tuple[int, ...], *inputs: Tensor) -> Tensor | None:
+        """Replay for inputs of the leading sizes ``place``, on any device; the result is overwritten by the next call."""
+        buffers, neutral, graph, result = self._buckets[smallest_bucket(self._buckets, *place)]
+        for buffer, value, given in zip(buffers, neutral, inputs):
+            if given.shape != buffer.shape:
+                buffer.fill_(value)
+            buffer[tuple(slice(size) for size in given.shape)].copy_(given, non_blocking=True)
+        graph.replay()
+        return None if result is None else result[: place[0]]
+
+
+def _record(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Warm up on a side stream, as capture wants it, then capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph, result
+
+
+def smallest_bucket(places: Iterable[tuple[int, ...]], *sizes: int) -> tuple[int, ...] | None:
+    """The least of ``places`` (requests, rows per request, ...) of which every size is at least the given one, if any is."""
+    return min((place for place in places if all(have >= want for have, want in zip(place, sizes))), default=None)
 
 
 def buckets(most: int) -> list[int]:

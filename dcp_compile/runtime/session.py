@@ -105,7 +105,10 @@ class Session:
             self.commit(counts)
         else:
             logits = self._commit_step([tokens[row : row + count] for row, count in enumerate(counts)], 1)
-        return torch.where(torch.tensor(counts, device=logits.device)[:, None] > 0, logits, 0.0)
+        if not all(counts):
+            left_out = torch.tensor(counts).to(logits.device, non_blocking=True) == 0
+            logits.masked_fill_(left_out[:, None], 0.0)
+        return logits
 
     def verify(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Run ``counts[b]`` tokens of each request without committing them; logits ``[B, S, V]`` float32.
