@@ -15,6 +15,7 @@ from torch import Tensor
 from dcp_compile.backends import FlashInferBackend, registry
 from dcp_compile.ops import mla
 from dcp_compile.ops._library import compute_dtype
+from dcp_compile.runtime import planning
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -99,7 +100,11 @@ class PlannedOnCpu(FlashInferBackend):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Put the wrapper in the place of the library, and the backend in that of the one for GPUs."""
+    """Put the wrapper in the place of the library, and the backend in that of the one for GPUs.
+
+    Tails are kept so short that plans are renewed in sequences of some ten tokens.
+    """
+    patch.setattr(planning, "LONGEST_TAIL", 3)
     library = ModuleType("flashinfer.mla")
     library.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper
     patch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
