@@ -115,13 +115,14 @@ class AttentionBackend(Protocol):
 
 
 class PrefixPlan(Protocol):
-    """What a planning backend knows of the prefixes of a step, for all layers. As a context: prefix calls use this plan."""
+    """What a planning backend knows of a step's prefixes, for all layers. As a context: prefix calls use this plan."""
 
     def update(self, block_table: Tensor, prefix_bounds: Tensor, rows: int) -> None:
-        """Plan anew; nothing waits for the device. Between the replays of a graph that was captured under this plan too.
+        """Plan anew, also between replays of a graph captured under this plan. Nothing waits for a step to end.
 
         Args:
-            block_table: ``[B, columns]`` int32. prefix_bounds: ``[B]``, keys of each prefix on this rank. Both on the host.
+            block_table: ``[B, columns]`` int32. prefix_bounds: ``[B]``, keys of each prefix on this rank; both on the
+                host.
             rows: query rows per request; the same in every plan of a captured call.
 
         Raises:

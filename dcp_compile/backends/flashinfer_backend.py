@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flashinfer backend: FlashInfer's fa3 kernel for the prefix, on compute capability 9.0.
 
-The kernel takes lengths and page lists from a plan that is made on the host. All rows of a request see the same prefix, so
-one call without a mask serves them, causal or not; the tail runs on the portable kernel.
+The kernel takes lengths and page lists from a plan that is made on the host. All rows of a request see the same
+prefix, so one call without a mask serves them, causal or not; the tail runs on the portable kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .contract import AttentionRequirements, BackendCapabilities
 
 LEAST_VERSION = (0, 6, 13)  # the first checked; earlier ones report base-2 logarithms only
 WORKSPACE_BYTES = 32 << 20  # partial results of two query tiles per multiprocessor take 18 MB
-# A plan lists pieces of work, in room for 16384 that the library does not check: one per tile of 64 query rows x heads (or
-# 128 where there are more than 64), and at most one per multiprocessor more.
+# A plan lists pieces of work, in room for 16384 that the library does not check: one per tile of 64 query rows x heads
+# (128 where there are more than 64), and at most one per multiprocessor more.
 MOST_TILES = 16384 - 256
 
 
@@ -91,8 +91,8 @@ class FlashInferBackend:
 class FlashInferPlan:
     """A wrapper of the library and the plan it holds.
 
-    With a ``size``, everything a call reads lies in buffers that stay where they are: a captured call follows the plan. Its
-    grid depends on rows and heads alone, which do not change.
+    With a ``size``, everything a call reads lies in buffers that stay where they are: a captured call follows the plan.
+    Its grid depends on rows and heads alone, which do not change.
     """
 
     def __init__(

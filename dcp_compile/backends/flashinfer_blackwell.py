@@ -18,7 +18,7 @@ WORKSPACE_BYTES = 128 << 20  # what the library calls enough for every size
 
 
 class FlashInferBlackwellBackend:
-    """Plan-free, with per-row bounds. It has run on no GPU: its call is checked against the library's signature and checks."""
+    """Plan-free, with per-row bounds. It has run on no GPU; its call passes what the library checks beforehand."""
 
     name = "flashinfer_blackwell"
     capabilities = BackendCapabilities(

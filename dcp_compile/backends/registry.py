@@ -24,8 +24,8 @@ def register_backend(backend: AttentionBackend) -> None:
     """Add a backend. The order of registration is the order of preference of ``"auto"``.
 
     Raises:
-        BackendError: it declares no :class:`BackendCapabilities`, lacks a call, plans what it declares to need no plan, or
-            the name is taken.
+        BackendError: it declares no :class:`BackendCapabilities`, lacks a call, plans what it declares to need no plan,
+            or the name is taken.
     """
     if not isinstance(getattr(backend, "capabilities", None), BackendCapabilities):
         raise BackendError(f"backend {backend!r} declares no BackendCapabilities; declare every field")

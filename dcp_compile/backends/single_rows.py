@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every query row as a request of its own: for kernels whose mask between rows knows nothing of a sharded cache.
 
-The bound of a row is then its length, causal or not, for any number of ranks and any interleave. The price is that rows of
-one request read its keys once each.
+The bound of a row is then its length, causal or not, for any number of ranks and any interleave. The price is that
+every row reads the keys of its request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of prefix calls, made on the host between steps and kept for many of them.
 
-The entries of committed tokens never change. So a prefix may end anywhere before a request's committed length: a plan made
-some steps ago is still right, and the tail call sees what has come since. A step with an old plan is given the prefix
-lengths of that plan, by which the prologue tells both calls where the prefix ends.
+The entries of committed tokens never change. So a prefix may end anywhere before a request's committed length: a plan
+made some steps ago is still right, and the tail call sees what has come since. A step with an old plan is given the
+prefix lengths of that plan, by which the prologue tells the tail where the prefix ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..backends import AttentionRequirements, PlanningBackend
 from ..lower import StepProgram
 
 LONGEST_TAIL = 64
-"""Committed tokens per rank that a tail takes before a plan is renewed: so many cost its kernel hardly more than one."""
+"""Committed tokens per rank in a tail before a plan is renewed; so many cost its kernel hardly more than one."""
 
 
 class Unplanned:
@@ -44,8 +44,8 @@ class StandingPlan:
 
     Args:
         place: rank, ranks and interleave of the cache.
-        size: requests and block-table columns of the captured steps it serves, fewer requests being filled up; None: steps of
-            any size, none of them captured.
+        size: requests and block-table columns of the captured steps it serves, fewer requests being filled up; None:
+            steps of any size, none of them captured.
     """
 
     def __init__(

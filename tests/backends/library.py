@@ -29,7 +29,9 @@ def parameters(source: ast.Module, name: str, of: str | None = None) -> tuple[se
     return {*names, *(a.arg for a in arguments.kwonlyargs)}, set(names[: len(names) - len(arguments.defaults)])
 
 
-def functions(source: ast.Module, name: str, uses: dict[str, Any] | None = None, also: tuple[str, ...] = ()) -> dict[str, Any]:
+def functions(
+    source: ast.Module, name: str, uses: dict[str, Any] | None = None, also: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The namespace after a function or method ``name`` and the definitions ``also`` were run, on top of ``uses``."""
     namespace: dict[str, Any] = {"torch": Anything(), "dataclass": dataclasses.dataclass, **(uses or {})}
     wanted = [node for node in source.body if _name(node) in also]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dcp_compile
 from dcp_compile.backends import FlashInferBackend, get_backend, select_backend
-from dcp_compile.backends.flashinfer_backend import FlashInferPlan, installed_version_problem
+from dcp_compile.backends.flashinfer_backend import installed_version_problem
 from dcp_compile.errors import BackendError, InvariantError
 from dcp_compile.ops import mla
 from tests.backends import library
@@ -21,15 +21,14 @@ from tests.backends.capabilities import NEED
 from tests.backends.fake_flashinfer import BatchMLAPagedAttentionWrapper, install
 from tests.tiny_models import tiny_kimi_k3
 
-KIMI = dataclasses.replace(
-    NEED, latent=512, rope=64, heads=96, page_size=64, layout="auto", query_dtype=torch.bfloat16, kv_dtype=torch.bfloat16
-)
+KIMI = dataclasses.replace(NEED, latent=512, rope=64, heads=96, page_size=64, layout="auto")
 SCALE = 192**-0.5
 
 on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of capability 9.0"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a CUDA device of compute capability 9.0",
     ),
     pytest.mark.skipif(installed_version_problem() is not None, reason=str(installed_version_problem())),
 ]
@@ -51,9 +50,23 @@ def test_what_is_installed_must_be_new_enough(monkeypatch, version: str | None, 
     assert installed_version_problem() == problem
 
 
+def test_it_comes_after_hopper_and_before_triton(monkeypatch) -> None:
+    for name in ("flashinfer", "triton", "hopper"):
+        monkeypatch.setattr(type(get_backend(name)), "unavailable", lambda self: None)
+    assert select_backend(KIMI).name == "hopper"
+    assert select_backend(KIMI, "flashinfer").name == "flashinfer"
+    monkeypatch.setattr(type(get_backend("hopper")), "unavailable", lambda self: "triton 3.7 is installed")
+    choice = select_backend(KIMI)
+    assert choice.name == "flashinfer" and choice.rejected == {"hopper": ["triton 3.7 is installed"]}
+    flattened = select_backend(dataclasses.replace(KIMI, layout="flattened"))
+    assert flattened.name == "triton"
+    assert flattened.rejected["flashinfer"] == ["decode layout flattened not supported (supported: split)"]
+
+
 @pytest.mark.parametrize("name", ["flashinfer_blackwell", "tokenspeed"])
 def test_blackwell_backends_are_refused_on_hopper_with_the_reason(name: str) -> None:
-    with pytest.raises(BackendError, match=r"compute capability \(9, 0\) not supported \(supported: \(10, 0\), \(10, 3\)\)"):
+    reason = r"compute capability \(9, 0\) not supported \(supported: \(10, 0\), \(10, 3\)\)"
+    with pytest.raises(BackendError, match=reason):
         select_backend(KIMI, name)
 
 
@@ -126,7 +139,8 @@ class Problem:
 
 def assert_like_the_reference(found: tuple[Tensor, Tensor], operands: tuple) -> None:
     """bfloat16 results within the rounding of weights and outputs; rows without keys exactly."""
-    out, lse = mla.attend_prefix(*(part.double() if part.is_floating_point() else part for part in operands[:-1]), operands[-1])
+    exact = [part.double() if part.is_floating_point() else part for part in operands[:-1]]
+    out, lse = mla.attend_prefix(*exact, operands[-1])
     empty = lse == -math.inf
     assert torch.equal(found[1] == -math.inf, empty)
     assert found[0][empty].eq(0).all() and found[0].isfinite().all()
@@ -214,7 +228,8 @@ class TestOnHopper:
     def test_logits_are_those_of_the_triton_backend(self, cuda_graphs: bool, fresh_seed: int) -> None:
         """A bfloat16 Kimi-K3 with real attention sizes along fixed tokens, across several plans."""
         model = wide_model(fresh_seed)
-        config = dcp_compile.DCPConfig(max_batch_size=3, max_seq_len=512, num_speculative_tokens=3, cuda_graphs=cuda_graphs)
+        limits = {"max_batch_size": 3, "max_seq_len": 512, "num_speculative_tokens": 3}
+        config = dcp_compile.DCPConfig(cuda_graphs=cuda_graphs, **limits)
         prompts = [torch.randint(3, 100, (length,)) for length in (150, 1, 70)]
         logits = {}
         for name in ("flashinfer", "triton"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that make every row a request of its own: what they pass to their library, and what they make of its answer."""
+"""Backends that make every row a request of its own: what they ask of their library, and make of its answer."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def test_the_blackwell_call_passes_flashinfers_own_checks(monkeypatch: pytest.Mo
     check = library.functions(
         source, "_check_trtllm_gen_mla_shape",
         uses=library.functions(library.flashinfer_source("utils.py"), "_check_block_tables_shape"),
-        also=("MLAHeadDimensions", "deepseek_mla_dimensions", "smaller_mla_dimensions", "supported_mla_head_dimensions"),
+        also=(
+            "MLAHeadDimensions", "deepseek_mla_dimensions", "smaller_mla_dimensions", "supported_mla_head_dimensions",
+        ),
     )["_check_trtllm_gen_mla_shape"]  # fmt: skip
     shapes = given["query"], given["kv_cache"], given["kv_lora_rank"], given["qk_rope_head_dim"]
     checked = check(*shapes, 0, given["block_tables"], given["kv_cache"].shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes planned on the host: the tokens of a plan-free backend, with few plans, each of which is right when it is used."""
+"""Prefixes planned on the host: the same tokens, with few plans, each of which is right whenever it is used."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ class ReplayedRunner(GraphRunner):
             wanted = range(batch * rows) if self._all_rows else range(rows - 1, batch * rows, rows)
             positions = host["positions"].view(-1).clamp_min(0)
             with plan:
-                bucket.outputs = self._program({**host, "row_positions": positions, "logit_rows": torch.tensor(list(wanted))})
+                rows_wanted = torch.tensor(list(wanted))
+                bucket.outputs = self._program({**host, "row_positions": positions, "logit_rows": rows_wanted})
 
         bucket.staging, bucket.graph = SimpleNamespace(fill=fill), SimpleNamespace(replay=replay)
         return bucket
