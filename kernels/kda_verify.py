@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention of a verify step: commit what was accepted, then run ahead without touching the state."""
+"""Kimi delta attention of a verify step: commit what was accepted, then run ahead without touching the state.
+
+Two launches. The first works on keys, queries and decays alone: it turns the records of the last step into the weights
+with which they enter the state, and replaces them by this step's rows. The second streams the state through: one read,
+one write, and per row two products with it.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,22 @@ from torch import Tensor
 
 from dcp_compile.errors import CapacityError
 
-from .kda import delta_step, load_token, normalised
+from .kda import L2_EPS
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _kda_verify(
+def _prepare(
     q,
     k,
-    v,
     g,
-    beta,
-    state,
     pending_k,
-    pending_u,
     pending_g,
     accepted,
     state_slots,
     positions,
-    out,
+    vectors,
+    products,
     rows,
-    heads,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -37,29 +38,14 @@ def _kda_verify(
     k_stride_s,
     k_stride_h,
     k_stride_k,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    v_stride_v,
     g_stride_b,
     g_stride_s,
     g_stride_h,
     g_stride_k,
-    beta_stride_b,
-    beta_stride_s,
-    beta_stride_h,
-    state_stride_n,
-    state_stride_h,
-    state_stride_k,
-    state_stride_v,
     pk_stride_n,
     pk_stride_m,
     pk_stride_h,
     pk_stride_k,
-    pu_stride_n,
-    pu_stride_m,
-    pu_stride_h,
-    pu_stride_v,
     pg_stride_n,
     pg_stride_m,
     pg_stride_h,
@@ -70,121 +56,172 @@ def _kda_verify(
     position_stride_s,
     SCALE: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     RECORDS: tl.constexpr,
     L2NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
-    # Programs that share a head all read its records of k and g: a second kernel replaces those, after this one.
-    head = tl.program_id(1).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
+    """``vectors [B, H, 1 + 4 RECORDS, K]``: the decay of the committed state; then of each record its weight, and of each
+    row its query, its key and its decay. ``products [B, H, RECORDS]``: k . q of each row. Padded rows are neutral.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    r = tl.arange(0, BLOCK_R)
+    r64 = r.to(tl.int64)
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
     held = slot >= 0
-    tile = state + slot * state_stride_n + head * state_stride_h
-    tile = tile + i[:, None] * state_stride_k + j[None, :] * state_stride_v
-    inside = (i < K)[:, None] & (j < V)[None, :] & held
-    s = tl.load(tile, mask=inside, other=0.0)
+    kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
+    in_k = (i < K)[None, :]
 
-    k_record = pending_k + slot * pk_stride_n + head * pk_stride_h + i * pk_stride_k
-    u_record = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
-    g_record = pending_g + slot * pg_stride_n + head * pg_stride_h + i * pg_stride_k
-    kept = tl.minimum(tl.maximum(tl.load(accepted + request * accepted_stride), 0), RECORDS)
-    kept = tl.where(held, kept, 0)
-    for m in range(kept):
-        record = tl.cast(m, tl.int64)
-        g_row = tl.load(g_record + record * pg_stride_m, mask=i < K, other=0.0)
-        k_row = tl.load(k_record + record * pk_stride_m, mask=i < K, other=0.0)
-        u_row = tl.load(u_record + record * pu_stride_m, mask=j < V, other=0.0)
-        s = s * tl.exp(g_row)[:, None] + k_row[:, None] * u_row[None, :]
-    tl.store(tile, s, mask=inside & (kept > 0))
+    k_records = pending_k + slot * pk_stride_n + head * pk_stride_h
+    k_records = k_records + r64[:, None] * pk_stride_m + i[None, :] * pk_stride_k
+    g_records = pending_g + slot * pg_stride_n + head * pg_stride_h
+    g_records = g_records + r64[:, None] * pg_stride_m + i[None, :] * pg_stride_k
+    k_old = tl.load(k_records, mask=(r < kept)[:, None] & in_k, other=0.0)
+    g_old = tl.load(g_records, mask=(r < kept)[:, None] & in_k, other=0.0)
+
+    position = tl.load(positions + request * position_stride_b + r64 * position_stride_s, mask=r < rows, other=-1)
+    valid = (position >= 0)[:, None] & in_k
+    q_rows = q + request * q_stride_b + head * q_stride_h + r64[:, None] * q_stride_s + i[None, :] * q_stride_k
+    k_rows = k + request * k_stride_b + head * k_stride_h + r64[:, None] * k_stride_s + i[None, :] * k_stride_k
+    g_rows = g + request * g_stride_b + head * g_stride_h + r64[:, None] * g_stride_s + i[None, :] * g_stride_k
+    q_new = tl.load(q_rows, mask=valid, other=0.0).to(tl.float32)
+    k_new = tl.load(k_rows, mask=valid, other=0.0).to(tl.float32)
+    g_new = tl.load(g_rows, mask=valid, other=0.0).to(tl.float32)
+    if L2NORM:
+        q_new = q_new / tl.sqrt(tl.sum(q_new * q_new, 1) + L2_EPS)[:, None]
+        k_new = k_new / tl.sqrt(tl.sum(k_new * k_new, 1) + L2_EPS)[:, None]
+    q_new *= SCALE
+
+    place = request * tl.num_programs(0) + head
+    target = vectors + place * (1 + 4 * RECORDS) * K
+    tl.store(target + i, tl.exp(tl.sum(g_old, 0)), mask=i < K)
+    target += K + r64[:, None] * K + i[None, :]
+    mine = (r < RECORDS)[:, None] & in_k
+    tl.store(target, k_old * tl.exp(tl.cumsum(g_old, 0, reverse=True) - g_old), mask=mine)
+    tl.store(target + RECORDS * K, q_new, mask=mine)
+    tl.store(target + 2 * RECORDS * K, k_new, mask=mine)
+    tl.store(target + 3 * RECORDS * K, tl.exp(g_new), mask=mine)
+    tl.store(products + place * RECORDS + r, tl.sum(q_new * k_new, 1), mask=r < RECORDS)
     tl.debug_barrier()  # every thread has read the records before any is replaced
+    tl.store(k_records, k_new, mask=mine & held)
+    tl.store(g_records, g_new, mask=mine & held)
 
-    q += request * q_stride_b + head * q_stride_h + i * q_stride_k
-    k += request * k_stride_b + head * k_stride_h + i * k_stride_k
-    v += request * v_stride_b + head * v_stride_h + j * v_stride_v
-    g += request * g_stride_b + head * g_stride_h + i * g_stride_k
-    beta += request * beta_stride_b + head * beta_stride_h
-    positions += request * position_stride_b
-    out += (request * rows * heads + head) * V + j
-    in_v = (j < V) & held
-    q_row, k_row, v_row, g_row, strength, valid = load_token(q, k, v, g, beta, positions, i < K, j < V, rows > 0)
-    for row in range(rows):
-        q += q_stride_s
-        k += k_stride_s
-        v += v_stride_s
-        g += g_stride_s
-        beta += beta_stride_s
-        positions += position_stride_s
-        following = load_token(q, k, v, g, beta, positions, i < K, j < V, row + 1 < rows)  # under this token's work
-        q_row = normalised(q_row, valid, L2NORM) * SCALE
-        k_row = normalised(k_row, valid, L2NORM)
-        v_row, g_row = tl.where(valid, v_row, 0.0), tl.where(valid, g_row, 0.0)
-        strength = tl.where(valid, strength, 0.0)
-        s, u_row, o = delta_step(s, q_row, k_row, v_row, g_row, strength)
-        tl.store(out, o.to(out.dtype.element_ty), mask=j < V)
-        tl.store(u_record, u_row, mask=in_v)
-        out += heads * V
-        u_record += pu_stride_m
-        q_row, k_row, v_row, g_row, strength, valid = following
-    for _ in range(rows, RECORDS):  # a narrower step leaves neutral records behind
-        tl.store(u_record, tl.zeros([BLOCK_V], tl.float32), mask=in_v)
-        u_record += pu_stride_m
+
+@triton.jit
+def _load_row(vectors, products, v, beta, position, in_k, in_v, live, K: tl.constexpr, RECORDS: tl.constexpr):
+    valid = tl.load(position, mask=live, other=-1) >= 0
+    return (
+        tl.load(vectors, mask=in_k & live, other=0.0),
+        tl.load(vectors + RECORDS * K, mask=in_k & live, other=0.0),
+        tl.load(vectors + 2 * RECORDS * K, mask=in_k & live, other=0.0),
+        tl.load(products, mask=live, other=0.0),
+        tl.load(v, mask=in_v & valid, other=0.0).to(tl.float32),
+        tl.load(beta, mask=valid, other=0.0).to(tl.float32),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _keep_records(
-    k,
-    g,
-    pending_k,
-    pending_g,
+def _kda_verify(
+    vectors,
+    products,
+    v,
+    beta,
+    state,
+    pending_u,
+    accepted,
     state_slots,
     positions,
+    out,
     rows,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    k_stride_k,
-    g_stride_b,
-    g_stride_s,
-    g_stride_h,
-    g_stride_k,
-    pk_stride_n,
-    pk_stride_m,
-    pk_stride_h,
-    pk_stride_k,
-    pg_stride_n,
-    pg_stride_m,
-    pg_stride_h,
-    pg_stride_k,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    v_stride_v,
+    beta_stride_b,
+    beta_stride_s,
+    beta_stride_h,
+    state_stride_n,
+    state_stride_h,
+    state_stride_k,
+    state_stride_v,
+    pu_stride_n,
+    pu_stride_m,
+    pu_stride_h,
+    pu_stride_v,
+    accepted_stride,
     slot_stride,
     position_stride_b,
     position_stride_s,
     K: tl.constexpr,
-    L2NORM: tl.constexpr,
+    V: tl.constexpr,
+    RECORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """Normalised keys and log decays of one row and head; zeros for a padded row and past the last one."""
-    record = tl.program_id(0).to(tl.int64)
+    """One warp per program, so that sums over the keys' width stay within it."""
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
     i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k, in_v = i < K, j < V
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
-    known = record < rows
-    position = tl.load(positions + request * position_stride_b + record * position_stride_s, mask=known, other=-1)
-    valid = position >= 0
-    row = request * k_stride_b + record * k_stride_s + head * k_stride_h
-    k_row = tl.load(k + row + i * k_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
-    row = request * g_stride_b + record * g_stride_s + head * g_stride_h
-    g_row = tl.load(g + row + i * g_stride_k, mask=(i < K) & valid, other=0.0).to(tl.float32)
-    k_row = normalised(k_row, valid, L2NORM)
-    kept = (i < K) & (slot >= 0)
-    target = slot * pk_stride_n + record * pk_stride_m + head * pk_stride_h
-    tl.store(pending_k + target + i * pk_stride_k, k_row, mask=kept)
-    target = slot * pg_stride_n + record * pg_stride_m + head * pg_stride_h
-    tl.store(pending_g + target + i * pg_stride_k, g_row, mask=kept)
+    held = slot >= 0
+    kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
+    tile = state + slot * state_stride_n + head * state_stride_h
+    tile = tile + i[:, None] * state_stride_k + j[None, :] * state_stride_v
+    inside = in_k[:, None] & in_v[None, :] & held
+    s = tl.load(tile, mask=inside, other=0.0)
+
+    place = request * heads + head
+    vectors += place * (1 + 4 * RECORDS) * K + i
+    u_records = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
+    u_record = u_records
+    s *= tl.load(vectors, mask=in_k, other=0.0)[:, None]
+    weight = vectors + K
+    w_row = tl.load(weight, mask=in_k & (kept > 0), other=0.0)
+    u_row = tl.load(u_record, mask=in_v & (kept > 0), other=0.0)
+    for m in range(kept):
+        weight += K
+        u_record += pu_stride_m
+        w_next = tl.load(weight, mask=in_k & (m + 1 < kept), other=0.0)  # under this record's work
+        u_next = tl.load(u_record, mask=in_v & (m + 1 < kept), other=0.0)
+        s += w_row[:, None] * u_row[None, :]
+        w_row, u_row = w_next, u_next
+    tl.store(tile, s, mask=inside & (kept > 0))
+    tl.debug_barrier()  # every thread has read the records before any is replaced
+
+    v += request * v_stride_b + head * v_stride_h + j * v_stride_v
+    beta += request * beta_stride_b + head * beta_stride_h
+    positions += request * position_stride_b
+    out += (request * rows * heads + head) * V + j
+    vectors += (1 + RECORDS) * K
+    products += place * RECORDS
+    q_row, k_row, decay, product, v_row, strength = _load_row(
+        vectors, products, v, beta, positions, in_k, in_v, rows > 0, K, RECORDS
+    )
+    for row in range(rows):
+        vectors += K
+        products += 1
+        v += v_stride_s
+        beta += beta_stride_s
+        positions += position_stride_s
+        following = _load_row(vectors, products, v, beta, positions, in_k, in_v, row + 1 < rows, K, RECORDS)
+        # The new state S' + k u^T is not waited for: its product with q is that of S', and u (k . q).
+        s *= decay[:, None]
+        u_row = strength * (v_row - tl.sum(s * k_row[:, None], 0))
+        o_row = tl.sum(s * q_row[:, None], 0) + u_row * product
+        s += k_row[:, None] * u_row[None, :]
+        tl.store(out, o_row.to(out.dtype.element_ty), mask=in_v)
+        tl.store(u_records, u_row, mask=in_v & held)
+        out += heads * V
+        u_records += pu_stride_m
+        q_row, k_row, decay, product, v_row, strength = following
+    for _ in range(rows, RECORDS):  # a narrower step leaves neutral records behind
+        tl.store(u_records, tl.zeros([BLOCK_V], tl.float32), mask=in_v & held)
+        u_records += pu_stride_m
 
 
 def kda_verify(
@@ -217,70 +254,71 @@ def kda_verify(
         CapacityError: S > M.
     """
     batch, rows, heads, width = q.shape
-    values = v.shape[3]
-    if rows > pending_k.shape[1]:
+    values, records = v.shape[3], pending_k.shape[1]
+    if rows > records:
         raise CapacityError(
-            f"a verify step of {rows} rows does not fit into the {pending_k.shape[1]} records of a state slot; "
+            f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
             "allocate the records for the widest verify step"
         )
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out
-    block_k, block_v = triton.next_power_of_2(width), min(32, triton.next_power_of_2(values))
-    _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
+    vectors = state.new_empty((batch, heads, 1 + 4 * records, width))
+    products = state.new_empty((batch, heads, records))
+    block_k = triton.next_power_of_2(width)
+    _prepare[(heads, batch)](
         q,
         k,
-        v,
         g,
-        beta,
-        state,
         pending_k,
-        pending_u,
         pending_g,
         accepted,
         state_slots,
         positions,
-        out,
+        vectors,
+        products,
         rows,
-        heads,
         *q.stride(),
         *k.stride(),
-        *v.stride(),
         *g.stride(),
-        *beta.stride(),
-        *state.stride(),
         *pending_k.stride(),
-        *pending_u.stride(),
         *pending_g.stride(),
         accepted.stride(0),
         state_slots.stride(0),
         *positions.stride(),
         SCALE=scale,
         K=width,
-        V=values,
-        RECORDS=pending_k.shape[1],
+        RECORDS=records,
         L2NORM=qk_l2norm,
+        BLOCK_R=triton.next_power_of_2(records),
         BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        num_warps=max(1, min(8, block_k * block_v // 1024)),  # 32 registers of state per thread
+        num_warps=4,
     )
-    _keep_records[(pending_k.shape[1], heads, batch)](
-        k,
-        g,
-        pending_k,
-        pending_g,
+    block_v = min(16, triton.next_power_of_2(values))
+    _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
+        vectors,
+        products,
+        v,
+        beta,
+        state,
+        pending_u,
+        accepted,
         state_slots,
         positions,
+        out,
         rows,
-        *k.stride(),
-        *g.stride(),
-        *pending_k.stride(),
-        *pending_g.stride(),
+        *v.stride(),
+        *beta.stride(),
+        *state.stride(),
+        *pending_u.stride(),
+        accepted.stride(0),
         state_slots.stride(0),
         *positions.stride(),
         K=width,
-        L2NORM=qk_l2norm,
+        V=values,
+        RECORDS=records,
         BLOCK_K=block_k,
+        BLOCK_V=block_v,
         num_warps=1,
     )
     return out

@@ -76,7 +76,7 @@ def _corner(buffer: Tensor, full: torch.Size, used: torch.Size, name: str) -> Te
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """A captured step. A graph owns only what was allocated inside its capture: everything else it reads is kept here."""
 
     staging: Staging
@@ -126,7 +126,11 @@ class GraphRunner:
             return tuple(out[:batch] for out in bucket.outputs)
         return tuple(out.unflatten(0, place)[:batch, :rows].flatten(0, 1) for out in bucket.outputs)
 
-    def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> _Bucket:
+    def bucket(self, batch: int, rows: int) -> Bucket:
+        """The captured step of exactly ``batch`` requests x ``rows`` rows; its graph replays on what the last call filled in."""
+        return self._buckets[batch, rows]
+
+    def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> Bucket:
         staging = Staging(batch, rows, columns, self._device)
         plan = self._plans((batch, columns))
         plan.prepare(staging.host)
@@ -154,7 +158,7 @@ class GraphRunner:
                 f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
                 "cuda_graphs=False to run without graphs"
             ) from error
-        return _Bucket(staging, plan, logit_rows, graph, outputs)
+        return Bucket(staging, plan, logit_rows, graph, outputs)
 
 
 def smallest_bucket(places: Iterable[tuple[int, int]], batch: int, rows: int) -> tuple[int, int] | None:

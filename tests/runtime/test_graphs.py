@@ -78,7 +78,7 @@ def test_replays_equal_transformers_and_survive_reused_memory():
 def test_a_replay_does_not_wait_for_the_device():
     model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
     engine = model._dcp_engine
-    bucket = engine.step._buckets[1, 1]
+    bucket = engine.step.bucket(1, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
