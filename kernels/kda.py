@@ -185,6 +185,6 @@ def kda(
         L2NORM=qk_l2norm,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=max(1, min(8, block_k * block_v // 1024)),  # 32 registers of state per thread
+        num_warps=max(1, min(8, block_k * block_v // 2048)),  # 64 registers of state per thread
     )
     return out

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi delta attention of a verify step: commit what was accepted, then run ahead without touching the state.
 
-Two launches. The first works on keys, queries and decays alone: it turns the records of the last step into the weights
-with which they enter the state, and replaces them by this step's rows. The second streams the state through: one read,
-one write, and per row two products with it.
+With S_0 the committed state and G_r the sum of the log decays g up to row r, the rows of a step need no state in between::
+
+    u_r = beta_r (v_r - (k_r exp G_r)^T S_0 - sum_{s<r} L_rs u_s),    L_rs = sum_i k_ri k_si exp(G_ri - G_si)
+    o_r =              (q_r exp G_r)^T S_0 + sum_{s<=r} M_rs u_s,     M_rs = sum_i q_ri k_si exp(G_ri - G_si)
+
+Two launches. The first works on keys, queries and decays alone: L, M, the decayed rows, and the weights with which the
+records of the last step enter the state; it replaces those records by this step's rows. The second streams the state
+through: one read, one write, two products with it per row that wait for nothing, and the u_r one after another.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from dcp_compile.errors import CapacityError
 from .kda import L2_EPS
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _prepare(
     q,
     k,
@@ -28,8 +33,7 @@ def _prepare(
     state_slots,
     positions,
     vectors,
-    products,
-    rows,
+    factors,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -56,13 +60,16 @@ def _prepare(
     position_stride_s,
     SCALE: tl.constexpr,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     RECORDS: tl.constexpr,
     L2NORM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``vectors [B, H, 1 + 4 RECORDS, K]``: the decay of the committed state; then of each record its weight, and of each
-    row its query, its key and its decay. ``products [B, H, RECORDS]``: k . q of each row. Padded rows are neutral.
+    """One request and head, in one warp: sums over rows stay within a thread.
+
+    ``vectors [B, H, 1 + RECORDS + 2 ROWS, K]``: the decay of the committed state, the weights of the records, the decayed
+    keys and queries. ``factors [B, H, 2, ROWS, ROWS]``: L and M, transposed. Padded rows are zero.
     """
     head = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)
@@ -81,7 +88,7 @@ def _prepare(
     k_old = tl.load(k_records, mask=(r < kept)[:, None] & in_k, other=0.0)
     g_old = tl.load(g_records, mask=(r < kept)[:, None] & in_k, other=0.0)
 
-    position = tl.load(positions + request * position_stride_b + r64 * position_stride_s, mask=r < rows, other=-1)
+    position = tl.load(positions + request * position_stride_b + r64 * position_stride_s, mask=r < ROWS, other=-1)
     valid = (position >= 0)[:, None] & in_k
     q_rows = q + request * q_stride_b + head * q_stride_h + r64[:, None] * q_stride_s + i[None, :] * q_stride_k
     k_rows = k + request * k_stride_b + head * k_stride_h + r64[:, None] * k_stride_s + i[None, :] * k_stride_k
@@ -95,37 +102,34 @@ def _prepare(
     q_new *= SCALE
 
     place = request * tl.num_programs(0) + head
-    target = vectors + place * (1 + 4 * RECORDS) * K
+    target = vectors + place * (1 + RECORDS + 2 * ROWS) * K
     tl.store(target + i, tl.exp(tl.sum(g_old, 0)), mask=i < K)
     target += K + r64[:, None] * K + i[None, :]
-    mine = (r < RECORDS)[:, None] & in_k
-    tl.store(target, k_old * tl.exp(tl.cumsum(g_old, 0, reverse=True) - g_old), mask=mine)
-    tl.store(target + RECORDS * K, q_new, mask=mine)
-    tl.store(target + 2 * RECORDS * K, k_new, mask=mine)
-    tl.store(target + 3 * RECORDS * K, tl.exp(g_new), mask=mine)
-    tl.store(products + place * RECORDS + r, tl.sum(q_new * k_new, 1), mask=r < RECORDS)
+    tl.store(target, k_old * tl.exp(tl.cumsum(g_old, 0, reverse=True) - g_old), mask=(r < RECORDS)[:, None] & in_k)
+    since = tl.cumsum(g_new, 0)
+    of_step = (r < ROWS)[:, None] & in_k
+    tl.store(target + RECORDS * K, k_new * tl.exp(since), mask=of_step)
+    tl.store(target + (RECORDS + ROWS) * K, q_new * tl.exp(since), mask=of_step)
+    column = factors + place * 2 * ROWS * ROWS + r
+    for row in tl.static_range(ROWS):
+        here = (r == row)[:, None]
+        k_row = tl.sum(tl.where(here, k_new, 0.0), 0)
+        # Rows before this one would have a positive exponent, which may overflow.
+        after = tl.minimum(since - tl.sum(tl.where(here, since, 0.0), 0)[None, :], 0.0)
+        reach = k_row[None, :] * tl.exp(after)
+        tl.store(column, tl.where(r > row, tl.sum(k_new * reach, 1), 0.0), mask=r < ROWS)
+        tl.store(column + ROWS * ROWS, tl.where(r >= row, tl.sum(q_new * reach, 1), 0.0), mask=r < ROWS)
+        column += ROWS
     tl.debug_barrier()  # every thread has read the records before any is replaced
-    tl.store(k_records, k_new, mask=mine & held)
-    tl.store(g_records, g_new, mask=mine & held)
+    replaced = (r < RECORDS)[:, None] & in_k
+    tl.store(k_records, k_new, mask=replaced & held)
+    tl.store(g_records, g_new, mask=replaced & held)
 
 
 @triton.jit
-def _load_row(vectors, products, v, beta, position, in_k, in_v, live, K: tl.constexpr, RECORDS: tl.constexpr):
-    valid = tl.load(position, mask=live, other=-1) >= 0
-    return (
-        tl.load(vectors, mask=in_k & live, other=0.0),
-        tl.load(vectors + RECORDS * K, mask=in_k & live, other=0.0),
-        tl.load(vectors + 2 * RECORDS * K, mask=in_k & live, other=0.0),
-        tl.load(products, mask=live, other=0.0),
-        tl.load(v, mask=in_v & valid, other=0.0).to(tl.float32),
-        tl.load(beta, mask=valid, other=0.0).to(tl.float32),
-    )
-
-
-@triton.jit(do_not_specialize=["rows"])
 def _kda_verify(
     vectors,
-    products,
+    factors,
     v,
     beta,
     state,
@@ -134,7 +138,6 @@ def _kda_verify(
     state_slots,
     positions,
     out,
-    rows,
     v_stride_b,
     v_stride_s,
     v_stride_h,
@@ -156,11 +159,12 @@ def _kda_verify(
     position_stride_s,
     K: tl.constexpr,
     V: tl.constexpr,
+    ROWS: tl.constexpr,
     RECORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One warp per program, so that sums over the keys' width stay within it."""
+    """Some columns of one head's state, all of them in one warp: sums over its rows stay within it."""
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -176,7 +180,7 @@ def _kda_verify(
     s = tl.load(tile, mask=inside, other=0.0)
 
     place = request * heads + head
-    vectors += place * (1 + 4 * RECORDS) * K + i
+    vectors += place * (1 + RECORDS + 2 * ROWS) * K + i
     u_records = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
     u_record = u_records
     s *= tl.load(vectors, mask=in_k, other=0.0)[:, None]
@@ -193,35 +197,32 @@ def _kda_verify(
     tl.store(tile, s, mask=inside & (kept > 0))
     tl.debug_barrier()  # every thread has read the records before any is replaced
 
+    vectors += (1 + RECORDS) * K
+    from_state, to_out = (), ()
+    for row in tl.static_range(ROWS):
+        from_state += (tl.sum(s * tl.load(vectors + row * K, mask=in_k, other=0.0)[:, None], 0),)
+        to_out += (tl.sum(s * tl.load(vectors + (ROWS + row) * K, mask=in_k, other=0.0)[:, None], 0),)
+
     v += request * v_stride_b + head * v_stride_h + j * v_stride_v
     beta += request * beta_stride_b + head * beta_stride_h
     positions += request * position_stride_b
-    out += (request * rows * heads + head) * V + j
-    vectors += (1 + RECORDS) * K
-    products += place * RECORDS
-    q_row, k_row, decay, product, v_row, strength = _load_row(
-        vectors, products, v, beta, positions, in_k, in_v, rows > 0, K, RECORDS
-    )
-    for row in range(rows):
-        vectors += K
-        products += 1
-        v += v_stride_s
-        beta += beta_stride_s
-        positions += position_stride_s
-        following = _load_row(vectors, products, v, beta, positions, in_k, in_v, row + 1 < rows, K, RECORDS)
-        # The new state S' + k u^T is not waited for: its product with q is that of S', and u (k . q).
-        s *= decay[:, None]
-        u_row = strength * (v_row - tl.sum(s * k_row[:, None], 0))
-        o_row = tl.sum(s * q_row[:, None], 0) + u_row * product
-        s += k_row[:, None] * u_row[None, :]
-        tl.store(out, o_row.to(out.dtype.element_ty), mask=in_v)
-        tl.store(u_records, u_row, mask=in_v & held)
-        out += heads * V
-        u_records += pu_stride_m
-        q_row, k_row, decay, product, v_row, strength = following
-    for _ in range(rows, RECORDS):  # a narrower step leaves neutral records behind
-        tl.store(u_records, tl.zeros([BLOCK_V], tl.float32), mask=in_v & held)
-        u_records += pu_stride_m
+    out += (request * ROWS * heads + head) * V + j
+    factors += place * 2 * ROWS * ROWS
+    corrections = ()
+    for row in tl.static_range(ROWS):
+        valid = tl.load(positions + row * position_stride_s) >= 0
+        u = tl.load(v + row * v_stride_s, mask=in_v & valid, other=0.0).to(tl.float32) - from_state[row]
+        o = to_out[row]
+        for before in tl.static_range(row):
+            u -= tl.load(factors + before * ROWS + row) * corrections[before]
+            o += tl.load(factors + (ROWS + before) * ROWS + row) * corrections[before]
+        u *= tl.load(beta + row * beta_stride_s, mask=valid, other=0.0).to(tl.float32)
+        o += tl.load(factors + (ROWS + row) * ROWS + row) * u
+        corrections += (u,)
+        tl.store(out + row * heads * V, o.to(out.dtype.element_ty), mask=in_v)
+        tl.store(u_records + row * pu_stride_m, u, mask=in_v & held)
+    for row in tl.static_range(ROWS, RECORDS):  # a narrower step leaves neutral records behind
+        tl.store(u_records + row * pu_stride_m, tl.zeros([BLOCK_V], tl.float32), mask=in_v & held)
 
 
 def kda_verify(
@@ -263,8 +264,8 @@ def kda_verify(
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out
-    vectors = state.new_empty((batch, heads, 1 + 4 * records, width))
-    products = state.new_empty((batch, heads, records))
+    vectors = state.new_empty((batch, heads, 1 + records + 2 * rows, width))
+    factors = state.new_empty((batch, heads, 2, rows, rows))
     block_k = triton.next_power_of_2(width)
     _prepare[(heads, batch)](
         q,
@@ -276,8 +277,7 @@ def kda_verify(
         state_slots,
         positions,
         vectors,
-        products,
-        rows,
+        factors,
         *q.stride(),
         *k.stride(),
         *g.stride(),
@@ -288,16 +288,17 @@ def kda_verify(
         *positions.stride(),
         SCALE=scale,
         K=width,
+        ROWS=rows,
         RECORDS=records,
         L2NORM=qk_l2norm,
         BLOCK_R=triton.next_power_of_2(records),
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=1,
     )
-    block_v = min(16, triton.next_power_of_2(values))
+    block_v = min(32, triton.next_power_of_2(values))
     _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
         vectors,
-        products,
+        factors,
         v,
         beta,
         state,
@@ -306,7 +307,6 @@ def kda_verify(
         state_slots,
         positions,
         out,
-        rows,
         *v.stride(),
         *beta.stride(),
         *state.stride(),
@@ -316,6 +316,7 @@ def kda_verify(
         *positions.stride(),
         K=width,
         V=values,
+        ROWS=rows,
         RECORDS=records,
         BLOCK_K=block_k,
         BLOCK_V=block_v,

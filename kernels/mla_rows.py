@@ -98,16 +98,17 @@ def _mla(
     for current in range(first_request, last_request + 1):
         seen = tl.where(request == current, bound, 0)
         longest = tl.max(seen, 0)
-        start = 0
+        start, aligned = 0, 0
         if starts is not None:
             start = tl.load(starts + current)
-        share = tl.cdiv(tl.cdiv(tl.maximum(longest - start, 0), tl.num_programs(1)), BLOCK_N) * BLOCK_N
-        low = start + tl.program_id(1) * share
+            aligned = start // BLOCK_N * BLOCK_N  # the keys before it are there, and masked
+        share = tl.cdiv(tl.cdiv(tl.maximum(longest - aligned, 0), tl.num_programs(1)), BLOCK_N) * BLOCK_N
+        low = aligned + tl.program_id(1) * share
         high = tl.minimum(low + share, longest)
         table_row = block_table + tl.cast(current, tl.int64) * table_stride_b
         for key in range(low, high, BLOCK_N):
             n = key + tl.arange(0, BLOCK_N)
-            if starts is None and PAGE % BLOCK_N == 0:  # the block lies in one page
+            if PAGE % BLOCK_N == 0:  # the block lies in one page
                 base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
                 line = (n % PAGE * token_stride)[:, None]
             else:
@@ -125,7 +126,7 @@ def _mla(
                     other=0.0,
                 )
                 score = tl.dot(qr, tl.trans(kr.to(qr.dtype)), score, input_precision="ieee")
-            visible = (n[None, :] < seen[:, None]) & (n < high)[None, :]
+            visible = (n[None, :] < seen[:, None]) & ((n >= start) & (n < high))[None, :]
             score = tl.where(visible, score * factor, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
