@@ -53,7 +53,8 @@ def explain(model: PreTrainedModel) -> str:
 
 def _attention(report) -> str:
     planned = report.layout == "split" and plans_prefixes(get_backend(report.choice.name))
-    return f"attention: backend {report.choice.name}, layout {report.layout}" + planned * ", prefixes planned on the host"
+    note = ", prefixes planned on the host" if planned else ""
+    return f"attention: backend {report.choice.name}, layout {report.layout}{note}"
 
 
 def _pass_table(passes) -> list[str]:

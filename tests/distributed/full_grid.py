@@ -27,8 +27,8 @@ _HOURS = 6 * 3600.0
 
 
 def settings(world: int, model: str) -> Iterator[Setting]:
-    """Plain decoding for every chunk size; verify rounds with short, medium and long drafts, prefixes of any age, planned
-    ones too."""
+    """Plain decoding for every chunk size; verify rounds with short, medium and long drafts, prefixes of any age, and
+    planned ones."""
     for (tp, dcp), interleave, layout in itertools.product(SIZES[world], INTERLEAVES, LAYOUTS):
         if tp > 1 and (model in _NOT_SHARDED or (dcp == 1 and interleave > 1)):
             continue

@@ -52,9 +52,9 @@ PLANNED = [
 ]
 # Two replicas of two ranks.
 REPLICAS = [Setting("kimi_k3", 2, 2, 1, "flattened", 64, layers=2)]
+ALL = REPLICATED + TRAINED + SHARDED + SPECULATIVE + PLANNED
 BY_WORLD = {
-    world: [setting for setting in REPLICATED + TRAINED + SHARDED + SPECULATIVE + PLANNED if max(setting.tp, setting.dcp) == world]
-    + (REPLICAS if world == 4 else [])
+    world: [setting for setting in ALL if max(setting.tp, setting.dcp) == world] + (REPLICAS if world == 4 else [])
     for world in (2, 4)
 }
 
