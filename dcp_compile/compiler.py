@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
 from .runtime.graphs import GraphRunner, buckets
+from .runtime.planning import Plans, StandingPlan, Unplanned, planned
 from .runtime.replicated import replicated_block
 
 
@@ -87,8 +89,11 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
     path = _open_exchange(captured, config, parallel, requirements)
     lower = lower_inductor if _uses_inductor(config, device) else lower_eager
     programs = {verify: lower(graph, states) for verify, graph in graphs.items()}
+    plans = _plans(captured, context, requirements, config)
     if requirements.cuda_graphs:
-        programs = _captured(programs, config, parallel, device)
+        programs = _captured(programs, plans, config, parallel, device)
+    else:
+        programs = {verify: planned(program, plans(None)) for verify, program in programs.items()}
     logits = next(node for node in reversed(captured.graph.nodes) if node.op == "output").args[0][0]
     engine = Engine(
         config=config,
@@ -156,9 +161,13 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     states = allocate_states([captured], requirements.kv_dtype)
     path = _open_exchange(captured, config, parallel, requirements)
     block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
+    plans = _plans(captured, context, requirements, config)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
-        block = GraphRunner(block, [width], buckets(config.max_batch_size), columns, True, engine.device, pool)
+        batches = buckets(config.max_batch_size)
+        block = GraphRunner(block, [width], batches, columns, True, engine.device, pool, plans)
+    else:
+        block = planned(block, plans(None))
     caches = [states[ref] for ref in sorted(states, key=lambda ref: ref.layer)]
     layout = config.block_size, parallel.dcp_rank, parallel.dcp_size, config.kv_interleave
     report = CompileReport(captured, results, choice, context.layout, requirements, path)
@@ -268,15 +277,44 @@ def _verify_widths(config: DCPConfig) -> list[int]:
     return buckets(widest) if config.verify == "adaptive" else [widest]
 
 
+def _plans(graph: StepGraph, context: PassContext, need: AttentionRequirements, config: DCPConfig) -> Plans:
+    """How the plans of a program's prefix calls are made.
+
+    A step of the largest size is planned here, so that what cannot be planned shows before anything has run.
+
+    Raises:
+        BackendError: the layers differ in what one plan has for all, or the largest step cannot be planned.
+    """
+    backend = backends.get_backend(context.backend)
+    if context.layout != "split" or not backends.plans_prefixes(backend):
+        return Unplanned
+    scales = {site.scale for site in graph.sites}
+    if len(scales) > 1:
+        raise BackendError(
+            f"{context.backend} plans all layers at once, but their attention has {len(scales)} different scales "
+            f"({', '.join(map(str, sorted(scales)))}); choose another backend"
+        )
+    device = graph.sites[0].query.meta["val"].device
+    place = context.rank, context.dcp_size, context.interleave
+    make = functools.partial(StandingPlan, backend, need, scales.pop(), device, place)
+    most = config.max_batch_size
+    make(None).prepare({
+        "positions": torch.full((most, need.query_rows), -1),
+        "prefix_lengths": torch.zeros(most, dtype=torch.int64),
+        "block_table": torch.zeros(most, 1, dtype=torch.int32),
+    })  # fmt: skip
+    return make
+
+
 def _captured(
-    programs: dict[bool, StepProgram], config: DCPConfig, parallel: ParallelLayout, device: torch.device
+    programs: dict[bool, StepProgram], plans: Plans, config: DCPConfig, parallel: ParallelLayout, device: torch.device
 ) -> dict[bool, StepProgram]:
     """The programs behind CUDA graphs: one token per request for a step, the widths in use for a verify step."""
     pool = torch.cuda.graph_pool_handle()
     batches, columns = buckets(config.max_batch_size), table_columns(config, parallel.dcp_size)
     widths = {False: [1], True: _verify_widths(config)}
     return {
-        verify: GraphRunner(program, widths[verify], batches, columns, verify, device, pool)
+        verify: GraphRunner(program, widths[verify], batches, columns, verify, device, pool, plans)
         for verify, program in programs.items()
     }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ._compat import size_for_one_row
+from .backends import get_backend, plans_prefixes
 from .errors import UnsupportedModelError
 from .passes.graph_tools import EXCHANGES, census
 from .passes.shard_dcp import is_collective
@@ -35,7 +36,7 @@ def explain(model: PreTrainedModel) -> str:
         f"heads {'sharded' if parallel.heads_sharded else 'replicated'}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
         _weights(graph, config),
-        f"attention: backend {report.choice.name}, layout {report.layout}",
+        _attention(report),
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
     lines += _pass_table(report.passes)
@@ -48,6 +49,12 @@ def explain(model: PreTrainedModel) -> str:
     if model._dcp_engine.verify_costs is not None:
         lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
+
+
+def _attention(report) -> str:
+    planned = report.layout == "split" and plans_prefixes(get_backend(report.choice.name))
+    note = ", prefixes planned on the host" if planned else ""
+    return f"attention: backend {report.choice.name}, layout {report.layout}{note}"
 
 
 def _pass_table(passes) -> list[str]:

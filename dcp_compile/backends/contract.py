@@ -29,7 +29,8 @@ class BackendCapabilities:
         non_causal_multi_token_dcp: several rows that all see the whole context, on a sharded cache.
         varlen_dcp: different numbers of query rows per request on a sharded cache.
         interleave_above_one: runs of more than one consecutive token per rank.
-        graph_safe_without_planning: can be captured in a CUDA graph with lengths only the device knows.
+        graph_safe_without_planning: can be captured in a CUDA graph with lengths only the device knows. A backend that
+            cannot may have a ``plan`` call instead, see :class:`PlanningBackend`.
         max_query_rows: most query rows per request, or None.
     """
 
@@ -113,12 +114,62 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
+class PrefixPlan(Protocol):
+    """What a planning backend knows of a step's prefixes, for all layers. As a context: prefix calls use this plan."""
+
+    def update(self, block_table: Tensor, prefix_bounds: Tensor, rows: int) -> None:
+        """Plan anew, also between replays of a graph captured under this plan. Nothing waits for a step to end.
+
+        Args:
+            block_table: ``[B, columns]`` int32. prefix_bounds: ``[B]``, keys of each prefix on this rank; both on the
+                host.
+            rows: query rows per request; the same in every plan of a captured call.
+
+        Raises:
+            BackendError: a step of this size cannot be planned.
+        """
+
+    def __enter__(self) -> PrefixPlan: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class PlanningBackend(AttentionBackend, Protocol):
+    """A backend whose prefix call needs a plan, made on the host (see :mod:`dcp_compile.runtime.planning`).
+
+    Its ``attend_prefix`` reads block table and bounds from the plan in force, and its other calls need none.
+    """
+
+    def plan(
+        self, need: AttentionRequirements, scale: float, device: torch.device, size: tuple[int, int] | None
+    ) -> PrefixPlan:
+        """An empty plan.
+
+        Args:
+            need: what the calls have in common, with their softmax ``scale``.
+            size: requests and block-table columns of calls that will be captured; None: any, and none is captured.
+        """
+
+
+def plans_prefixes(backend: AttentionBackend) -> bool:
+    """Whether it is a :class:`PlanningBackend`."""
+    return callable(getattr(backend, "plan", None))
+
+
 def _listed(values: frozenset) -> str:
+    if len(values) > 2 and all(type(value) is int for value in values):
+        low, high = min(values), max(values)
+        if high - low + 1 == len(values):
+            return f"{low} to {high}"
     return ", ".join(sorted(str(value) for value in values))
 
 
-def rejections(have: BackendCapabilities, need: AttentionRequirements) -> list[str]:
-    """Every reason why a backend with ``have`` cannot serve ``need``; empty when it can."""
+def rejections(have: BackendCapabilities, need: AttentionRequirements, plans: bool = False) -> list[str]:
+    """Every reason why a backend with ``have`` cannot serve ``need``; empty when it can.
+
+    Args:
+        plans: it is a :class:`PlanningBackend`, so what it cannot read on the device is planned between replays.
+    """
     reasons = []
 
     def within(label: str, value: object, supported: frozenset | None) -> None:
@@ -148,6 +199,6 @@ def rejections(have: BackendCapabilities, need: AttentionRequirements) -> list[s
             reasons.append("different query lengths per request on a sharded cache not supported")
     if have.max_query_rows is not None and need.query_rows > have.max_query_rows:
         reasons.append(f"{need.query_rows} query rows per request not supported (at most {have.max_query_rows})")
-    if need.cuda_graphs and not have.graph_safe_without_planning:
-        reasons.append("needs host planning of lengths, which a CUDA graph replay cannot wait for")
+    if need.cuda_graphs and not have.graph_safe_without_planning and not plans:
+        reasons.append("reads lengths on the host and has no plan call: a CUDA graph would replay those of its capture")
     return reasons

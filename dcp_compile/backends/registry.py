@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BackendError
-from .contract import AttentionBackend, AttentionRequirements, BackendCapabilities, rejections
+from .contract import AttentionBackend, AttentionRequirements, BackendCapabilities, plans_prefixes, rejections
 
 _BACKENDS: dict[str, AttentionBackend] = {}
 _CALLS = ("unavailable", "attend_rows", "attend_prefix", "attend_tail")
@@ -24,13 +24,16 @@ def register_backend(backend: AttentionBackend) -> None:
     """Add a backend. The order of registration is the order of preference of ``"auto"``.
 
     Raises:
-        BackendError: it declares no :class:`BackendCapabilities`, lacks a call, or the name is taken.
+        BackendError: it declares no :class:`BackendCapabilities`, lacks a call, plans what it declares to need no plan,
+            or the name is taken.
     """
     if not isinstance(getattr(backend, "capabilities", None), BackendCapabilities):
         raise BackendError(f"backend {backend!r} declares no BackendCapabilities; declare every field")
     lacking = [call for call in _CALLS if not callable(getattr(backend, call, None))]
     if lacking:
         raise BackendError(f"backend {backend.name!r} has no {', '.join(lacking)}; see AttentionBackend")
+    if plans_prefixes(backend) and backend.capabilities.graph_safe_without_planning:
+        raise BackendError(f"backend {backend.name!r} has a plan call but declares graph_safe_without_planning=True")
     if backend.name in (*_BACKENDS, "auto"):
         raise BackendError(f"backend {backend.name!r} is registered already")
     _BACKENDS[backend.name] = backend
@@ -54,7 +57,7 @@ def select_backend(need: AttentionRequirements, name: str = "auto") -> BackendCh
     for candidate in candidates:
         backend = _BACKENDS[candidate]
         missing = backend.unavailable()
-        reasons = ([missing] if missing else []) + rejections(backend.capabilities, need)
+        reasons = ([missing] if missing else []) + rejections(backend.capabilities, need, plans_prefixes(backend))
         if not reasons:
             return BackendChoice(candidate, rejected)
         rejected[candidate] = reasons

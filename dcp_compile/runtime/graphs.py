@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import CaptureError
 from ..lower import StepProgram
+from .planning import Plans, StandingPlan, Unplanned, planned
 
 _WIDE = ("input_ids", "positions", "prefix_lengths")
 _NARROW = ("block_table", "state_slots", "accepted")
@@ -82,6 +83,7 @@ class Bucket:
     """A captured step. A graph owns only what was allocated inside its capture: everything else it reads is kept here."""
 
     staging: Staging
+    plan: StandingPlan | Unplanned
     logit_rows: Tensor
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
@@ -93,7 +95,7 @@ class GraphRunner:
     Args:
         program: as lowered. widths: query rows per request of its buckets. batches: requests of its buckets.
         columns: block-table width. all_rows: whether logits of all rows are wanted, or of each request's last row.
-        pool: memory pool that the graphs of an engine share.
+        pool: memory pool that the graphs of an engine share. plans: makes each bucket's plan of prefixes.
 
     Raises:
         CaptureError: the program cannot be captured; the failing call is named.
@@ -108,8 +110,10 @@ class GraphRunner:
         all_rows: bool,
         device: torch.device,
         pool: tuple[int, int],
+        plans: Plans = Unplanned,
     ):
-        self._program, self._device, self._all_rows = program, device, all_rows
+        self._program, self._device, self._all_rows, self._plans = program, device, all_rows, plans
+        self._direct = planned(program, plans(None))
         largest_first = itertools.product(sorted(batches, reverse=True), sorted(widths, reverse=True))
         self._buckets = {place: self._capture(*place, columns, pool) for place in largest_first}
 
@@ -117,9 +121,9 @@ class GraphRunner:
         batch, rows = inputs["positions"].shape
         place = smallest_bucket(self._buckets, batch, rows)
         if place is None:
-            return self._program(inputs)
+            return self._direct(inputs)
         bucket = self._buckets[place]
-        bucket.staging.fill(inputs)
+        bucket.staging.fill(bucket.plan.prepare(inputs))
         bucket.graph.replay()
         if not self._all_rows:
             return tuple(out[:batch] for out in bucket.outputs)
@@ -131,13 +135,16 @@ class GraphRunner:
 
     def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> Bucket:
         staging = Staging(batch, rows, columns, self._device)
+        plan = self._plans((batch, columns))
+        plan.prepare(staging.host)
         total = batch * rows
         wanted = range(total) if self._all_rows else range(rows - 1, total, rows)
         logit_rows = torch.tensor(list(wanted), device=self._device)
 
         def run() -> tuple[Tensor, ...]:
             positions = staging.device["positions"].view(-1).clamp_min(0)
-            return self._program({**staging.device, "row_positions": positions, "logit_rows": logit_rows})
+            with plan:
+                return self._program({**staging.device, "row_positions": positions, "logit_rows": logit_rows})
 
         try:
             graph, outputs = _record(run, pool)
@@ -146,7 +153,7 @@ class GraphRunner:
                 f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
                 "cuda_graphs=False to run without graphs"
             ) from error
-        return Bucket(staging, logit_rows, graph, outputs)
+        return Bucket(staging, plan, logit_rows, graph, outputs)
 
 
 class ReplayedCall:

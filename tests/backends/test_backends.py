@@ -42,7 +42,7 @@ def test_the_reference_is_the_operators_specification() -> None:
 def test_the_reference_cannot_be_captured() -> None:
     """It reads lengths on the host: a replay would keep those of the capture."""
     assert rejections(get_backend("torch").capabilities, NEED) == [
-        "needs host planning of lengths, which a CUDA graph replay cannot wait for"
+        "reads lengths on the host and has no plan call: a CUDA graph would replay those of its capture"
     ]
 
 

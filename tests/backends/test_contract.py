@@ -65,7 +65,7 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"varlen_dcp": False}, {}, "different query lengths per request on a sharded cache not supported"),
     ({"interleave_above_one": False}, {}, "kv_interleave 2 not supported (only 1)"),
     ({"graph_safe_without_planning": False}, {},
-     "needs host planning of lengths, which a CUDA graph replay cannot wait for"),
+     "reads lengths on the host and has no plan call: a CUDA graph would replay those of its capture"),
     ({"max_query_rows": 4}, {}, "5 query rows per request not supported (at most 4)"),
 ]  # fmt: skip
 
@@ -100,6 +100,19 @@ def test_an_unsharded_cache_needs_no_sharded_capability(missing: str) -> None:
 ])  # fmt: skip
 def test_a_capability_that_is_not_needed_does_not_reject(missing: str, need: dict) -> None:
     assert rejections(able(**{missing: False}), dataclasses.replace(NEED, **need)) == []
+
+
+def test_a_plan_is_as_good_for_a_cuda_graph_as_reading_on_the_device() -> None:
+    assert rejections(able(graph_safe_without_planning=False), NEED, plans=True) == []
+    assert rejections(able(graph_safe_without_planning=False, returns_lse=False), NEED, plans=True) == [
+        "does not return the log-sum-exp that merging partial attention needs"
+    ]
+
+
+@pytest.mark.parametrize("supported, listed", [({1, 2, 3, 4}, "1 to 4"), ({1, 2, 4}, "1, 2, 4"), ({64, 65}, "64, 65")])
+def test_what_is_supported_is_listed_shortly(supported: set[int], listed: str) -> None:
+    (reason,) = rejections(able(head_counts=frozenset(supported)), NEED)
+    assert reason == f"head count 6 not supported (supported: {listed})"
 
 
 def test_exactly_as_many_rows_as_possible_are_fine() -> None:

@@ -97,6 +97,20 @@ def test_a_backend_without_one_of_its_calls_cannot_be_registered(call: str) -> N
         register_backend(careless)
 
 
+def test_a_backend_that_plans_serves_cuda_graphs_and_does_not_declare_to_need_no_plan() -> None:
+    planner = MadeUp("planner", graph_safe_without_planning=False)
+    planner.plan = lambda *given: None
+    register_backend(planner)
+    register_backend(MadeUp("reader", graph_safe_without_planning=False))
+    assert select_backend(NEED).name == "planner"
+    with pytest.raises(BackendError, match="reader: reads lengths on the host and has no plan call"):
+        select_backend(NEED, "reader")
+    confused = MadeUp("confused")
+    confused.plan = planner.plan
+    with pytest.raises(BackendError, match="'confused' has a plan call but declares graph_safe_without_planning=True"):
+        register_backend(confused)
+
+
 def test_auto_is_not_a_name() -> None:
     with pytest.raises(BackendError, match="auto"):
         register_backend(MadeUp("auto"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -30,6 +31,7 @@ from dcp_compile.models.kimi_k3 import KimiK3ForCausalLM
 from dcp_compile.models.mini import draft_path, mini_path
 from dcp_compile.parallel import ParallelLayout, parallel_layout
 from dcp_compile.runtime.engine import table_columns
+from tests.backends.fake_flashinfer import install
 from tests.distributed.ranks import run_ranks
 from tests.generation.helpers import Scripted, chi_square_p, wrong
 from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
@@ -239,6 +241,7 @@ def run(jobs: Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]], timeout: fl
         RuntimeError: a rank failed.
     """
     torch.set_num_threads(1)
+    install(pytest.MonkeyPatch())  # in this process and all that are forked from it
     for kind, arguments in (job for group in jobs.values() for job in group):  # capture before forking
         if kind == "greedy":
             for batch in arguments["batches"]:

@@ -27,7 +27,8 @@ _HOURS = 6 * 3600.0
 
 
 def settings(world: int, model: str) -> Iterator[Setting]:
-    """Plain decoding for every chunk size; verify rounds with short, medium and long drafts, prefixes of any age."""
+    """Plain decoding for every chunk size; verify rounds with short, medium and long drafts, prefixes of any age, and
+    planned ones."""
     for (tp, dcp), interleave, layout in itertools.product(SIZES[world], INTERLEAVES, LAYOUTS):
         if tp > 1 and (model in _NOT_SHARDED or (dcp == 1 and interleave > 1)):
             continue
@@ -35,6 +36,8 @@ def settings(world: int, model: str) -> Iterator[Setting]:
             yield Setting(model, tp, dcp, interleave, layout, chunk)
         drafts = {1: 4, 4: 1, 8: 7}[interleave]
         yield Setting(model, tp, dcp, interleave, layout, 64, speculation=drafts, stale=layout == "split")
+        if layout == "split":
+            yield Setting(model, tp, dcp, interleave, layout, 64, speculation=drafts, backend="flashinfer")
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -24,6 +25,7 @@ from dcp_compile.capture import capture
 from dcp_compile.config import DCPConfig
 from dcp_compile.parallel import ParallelLayout, parallel_layout
 from dcp_compile.parallel.shard import shard_model
+from tests.backends.fake_flashinfer import install
 from tests.distributed.ranks import run_ranks
 from tests.runtime.reference import (
     BLOCK,
@@ -53,6 +55,7 @@ class Setting:
         stale: prefixes of the split layout are random older lengths.
         expert_parallel: how experts are split with tp > 1. loaded: each rank loads its part from a folder, with MXFP4
             experts, and does not cut it from a whole model.
+        backend: of attention; "flashinfer" is the one that plans, on a stand-in for its library.
     """
 
     model: str
@@ -66,6 +69,7 @@ class Setting:
     stale: bool = False
     expert_parallel: bool = False
     loaded: bool = False
+    backend: str = "auto"
 
     @property
     def build(self) -> tuple[str, int | None, bool]:
@@ -160,6 +164,7 @@ def _check(
         parallel,
         kv_interleave=setting.interleave,
         decode_layout=setting.layout,
+        backend=setting.backend,
         prefill_chunk=setting.chunk,
         num_speculative_tokens=setting.speculation,
         max_batch_size=len(given.short.prompts),
@@ -192,6 +197,7 @@ def run(
         RuntimeError: a rank failed.
     """
     torch.set_num_threads(1)
+    install(pytest.MonkeyPatch())  # in this process and all that are forked from it
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare([setting for settings in by_world.values() for setting in settings], seed, Path(folder))
         for world, settings in by_world.items():

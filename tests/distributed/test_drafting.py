@@ -36,6 +36,7 @@ JOBS = {
         window(2, 2, "split", "grouped"),
         greedy("tiny", "dspark", 2, 1, "flattened", 4, [3], verify="adaptive", draft_window=5),
         greedy("tiny", "oracle", 2, 4, "split", 4, [3]),
+        greedy("tiny", "dspark", 2, 1, "split", 4, [3], backend="flashinfer", draft_backend="flashinfer"),
         greedy("tiny", "adversary", 2, BLOCK, "flattened", 7, [3]),
         sampling("standard", temperature=0.8, top_k=6),
         sampling("block", temperature=1.2, top_p=0.9),

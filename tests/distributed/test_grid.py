@@ -44,11 +44,17 @@ SPECULATIVE = [
     Setting("deepseek_v3", 1, 4, 1, "split", 64, speculation=7, stale=True),
     Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True),
 ]
+# Prefixes planned on the host: old plans, older ones still, heads of this rank only, and ranks without a token.
+PLANNED = [
+    Setting("deepseek_v3", 1, 2, 1, "split", 16, backend="flashinfer"),
+    Setting("deepseek_v3", 1, 4, 4, "split", 64, speculation=4, stale=True, backend="flashinfer"),
+    Setting("kimi_k3", 2, 2, 8, "split", 64, layers=2, speculation=3, backend="flashinfer"),
+]
 # Two replicas of two ranks.
 REPLICAS = [Setting("kimi_k3", 2, 2, 1, "flattened", 64, layers=2)]
+ALL = REPLICATED + TRAINED + SHARDED + SPECULATIVE + PLANNED
 BY_WORLD = {
-    world: [setting for setting in REPLICATED + TRAINED + SHARDED + SPECULATIVE if max(setting.tp, setting.dcp) == world]
-    + (REPLICAS if world == 4 else [])
+    world: [setting for setting in ALL if max(setting.tp, setting.dcp) == world] + (REPLICAS if world == 4 else [])
     for world in (2, 4)
 }
 

@@ -10,6 +10,7 @@ import torch
 
 import dcp_compile
 from dcp_compile.runtime.graphs import GraphRunner, buckets, smallest_bucket
+from dcp_compile.runtime.planning import Unplanned
 from tests.tiny_models import tiny_kimi_k3
 
 SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}
@@ -36,7 +37,7 @@ class RecordedRunner(GraphRunner):
         self.captured = [*getattr(self, "captured", []), (batch, rows)]
         outputs = torch.arange(batch * rows)[:, None].expand(-1, 2)
         return SimpleNamespace(
-            staging=SimpleNamespace(fill=lambda inputs: None), outputs=(outputs,),
+            staging=SimpleNamespace(fill=lambda inputs: None), plan=Unplanned(), outputs=(outputs,),
             graph=SimpleNamespace(replay=lambda: self.replayed.append((batch, rows))),
         )  # fmt: skip
 
