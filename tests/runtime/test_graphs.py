@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import dcp_compile
-from dcp_compile.runtime.graphs import GraphRunner, buckets, smallest_bucket
+from dcp_compile.runtime.graphs import GraphRunner, ReplayedCall, buckets, smallest_bucket
 from dcp_compile.runtime.planning import Unplanned
+from tests.runtime.reference import calm_kimi_k3
+from tests.runtime.test_draft import draft_for
 from tests.tiny_models import tiny_kimi_k3
 
 SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}
@@ -59,8 +61,9 @@ def test_a_runner_has_one_graph_per_batch_and_width_and_cuts_its_padding():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
 def test_replays_equal_transformers_and_survive_reused_memory():
-    plain = tiny_kimi_k3(layers=5).cuda()
-    model = dcp_compile.optimize(tiny_kimi_k3(layers=5).cuda(), config=dcp_compile.DCPConfig(**SETTINGS))
+    plain = calm_kimi_k3().cuda()
+    draft = draft_for(plain).cuda()
+    model = dcp_compile.optimize(calm_kimi_k3().cuda(), config=dcp_compile.DCPConfig(**SETTINGS), draft=draft)
     states = model._dcp_engine.states
     assert all(not tensor.any() for tensor in states.values()), "warm-up and capture must leave no trace"
     for batch in (1, 2, 3):
@@ -70,6 +73,7 @@ def test_replays_equal_transformers_and_survive_reused_memory():
         junk = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(64)]
         assert torch.equal(model.generate(ids, **options), wanted)
         assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), wanted)
+        assert torch.equal(model.generate(ids, assistant_model=draft, **options), wanted)
         del junk
 
 
@@ -86,3 +90,29 @@ def test_a_replay_does_not_wait_for_the_device():
             bucket.graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
+def test_a_replayed_call_pads_smaller_inputs_with_what_is_neutral():
+    written = torch.zeros(8, device="cuda", dtype=torch.int64)
+
+    def add_up(values, places):
+        kept = places >= 0
+        written.index_add_(0, places.clamp_min(0).flatten(), torch.where(kept, values, 0).flatten())
+        return torch.where(kept, values, 0).sum(dim=1)
+
+    def inputs(batch, rows):
+        return [((batch, rows), torch.int64, 99), ((batch, rows), torch.int64, -1)]
+
+    pool = torch.cuda.graph_pool_handle()
+    call = ReplayedCall(add_up, [(1, 2), (3, 2)], inputs, torch.device("cuda"), pool)
+    assert not written.any() and call.holds(3, 2) and not call.holds(3, 3) and not call.holds(4, 1)
+    for batch, rows in ((3, 2), (2, 1), (1, 1), (1, 2)):
+        written.zero_()
+        values, places = torch.randint(1, 50, (batch, rows)), torch.randint(-1, 8, (batch, rows))
+        got = call((batch, rows), values, places)
+        want = torch.where(places >= 0, values, 0)
+        assert got.tolist() == want.sum(dim=1).tolist()
+        wanted = torch.zeros(8, dtype=torch.int64).index_add(0, places.clamp_min(0).flatten(), want.flatten())
+        assert written.tolist() == wanted.tolist()
