@@ -76,9 +76,9 @@ def logits_along(engine: Engine, ids: Tensor, prompt: int, rows: int = VERIFY_RO
 
 def greedy(engine: Engine, prompt: Tensor, new: int) -> list[int]:
     with engine.open(1, len(prompt) + new) as session:
-        tokens = [session.prefill([prompt]).argmax(dim=-1)]
+        tokens = [session.prefill([prompt]).argmax(dim=-1).cpu()]
         for _ in range(new - 1):
-            tokens.append(session.decode(tokens[-1], [True]).argmax(dim=-1))
+            tokens.append(session.decode(tokens[-1], [True]).argmax(dim=-1).cpu())
     return torch.cat(tokens).tolist()
 
 
@@ -95,7 +95,8 @@ def compare(captured: StepGraph, ids: Tensor, prompt: int, new: int, kv_scale: f
         new: tokens that both then generate greedily after that prompt; 0 leaves that out.
     """
     tokens = max(len(ids), prompt + new)
-    backend = get_backend("triton" if ids.is_cuda else "torch")
+    device = next(iter(captured.constants.values())).device
+    backend = get_backend("triton" if device.type == "cuda" else "torch")
     exact = engine(captured, tokens, backend=backend.name)
     comparing = Comparing(backend.attend_rows, kv_scale)
     with mock.patch.object(backend, "attend_rows", comparing):
@@ -128,12 +129,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = AutoTokenizer.from_pretrained(mini_path())(arguments.text.read_text(), return_tensors="pt").input_ids[0]
-    ids = ids[: arguments.prompt + arguments.along].to(device)
+    ids = ids[: arguments.prompt + arguments.along]
     rows = []
     for dtype in arguments.dtypes:
-        model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=getattr(torch, dtype)).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=getattr(torch, dtype)).eval()
+        model = model.cuda() if torch.cuda.is_available() else model
         figures = compare(capture(model), ids, arguments.prompt, arguments.new, arguments.scale)
         rows.append({"dtype": dtype, "text": arguments.text.name, "prompt": arguments.prompt, **figures})
         print(rows[-1], flush=True)

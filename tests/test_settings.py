@@ -19,7 +19,7 @@ SMALL = {"block_size": 4, "max_batch_size": 2, "max_seq_len": 64, "num_speculati
 
 @pytest.fixture(scope="module")
 def captured():
-    return capture(tiny_deepseek_v3())
+    return capture(tiny_deepseek_v3(first_k_dense_replace=9))  # dense: rounding must not choose other experts
 
 
 def logits(captured, ids: torch.Tensor, **settings) -> tuple[torch.Tensor, set[torch.dtype]]:
@@ -67,7 +67,7 @@ def test_a_float8_cache_rounds_latents_and_nothing_else(captured, scale):
 
     assert 1e-3 < error(split, exact) < 5e-2
     for other in (flattened, chunked):  # rounding in float32 may tip a latent over to the next float8
-        assert error(other, split) < 0.2 * error(split, exact)
+        assert error(other, split) < 0.1 * error(split, exact)
 
 
 def test_values_out_of_range_saturate(captured):
@@ -89,8 +89,8 @@ def test_a_float8_cache_needs_a_gpu_that_converts_to_it(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_and_graphs_give_what_the_reference_gives(dtype):
     """The triton backend under Inductor and CUDA graphs against the torch backend, both on a float8 cache."""
-    step = capture(tiny_deepseek_v3(dtype=dtype, first_k_dense_replace=2).cuda())
-    ids = torch.randint(3, 100, (35,)).cuda()
+    step = capture(tiny_deepseek_v3(dtype=dtype, first_k_dense_replace=9).cuda())
+    ids = torch.randint(3, 100, (35,))
     settings = {**FLOAT8, "kv_cache_scale": 0.7, "block_size": 16}
     plain = {"backend": "torch", "lowering": "eager", "cuda_graphs": False}
     for layout in ("split", "flattened"):
