@@ -60,8 +60,10 @@ __all__ = [
     "peer_memory",
     "recurrence_functions",
     "recurrent_state",
+    "same_storage",
     "set_implementations",
     "size_for_one_row",
+    "symbols",
     "trace",
     "traceable_experts",
     "unset_fake_temporarily",
@@ -112,6 +114,23 @@ def size_for_one_row(size: int | torch.SymInt) -> int:
         return size
     expression = size.node.expr
     return int(expression.subs({symbol: 1 for symbol in expression.free_symbols}))
+
+
+def symbols(tensor: torch.Tensor) -> tuple[set, set]:
+    """Symbols of a fake tensor: those that are a size by themselves, and all in its sizes and strides (torch 2.11 - 2.13)."""
+    alone, used = set(), set()
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            alone |= {size.node.expr} if size.node.expr.is_symbol else set()
+    for number in (*tensor.shape, *tensor.stride()):
+        if isinstance(number, torch.SymInt):
+            used |= number.node.expr.free_symbols
+    return alone, used
+
+
+def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one is a view of the other, or both are views of a third (torch 2.11 - 2.13)."""
+    return torch._C._is_alias_of(first, second)
 
 
 def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[int]:

@@ -41,6 +41,8 @@ def explain(model: PreTrainedModel) -> str:
     lines += _pass_table(report.passes)
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
+    if report.regions is not None:
+        lines.append(_regions(report.regions))
     lines += _memory(model._dcp_engine, parallel.dcp_size)
     lines += _communication(graph, parallel, report.path)
     if optimized.draft is not None:
@@ -48,6 +50,10 @@ def explain(model: PreTrainedModel) -> str:
     if model._dcp_engine.verify_costs is not None:
         lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
+
+
+def _regions(regions) -> str:
+    return f"regions: {regions.regions} in all programs, compiled: {len(regions.compiled)}"
 
 
 def _pass_table(passes) -> list[str]:
@@ -131,6 +137,7 @@ def _draft(draft, report) -> list[str]:
         return [f"{blocks}; run as it is, with all keys and values of its {len(draft.caches)} layers on every rank"]
     return [
         f"{blocks}; {len(report.graph.sites)} MLA layers, backend {report.choice.name}, layout {report.layout}",
+        *([_regions(report.regions)] if report.regions is not None else []),
         f"collectives per block: {_meetings(report.graph) or 'none'}",
     ]
 
