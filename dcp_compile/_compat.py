@@ -25,6 +25,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten as flatten, tree_unflatten as unflatten
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -54,7 +55,9 @@ __all__ = [
     "cache_argument",
     "compile_graph",
     "capture_outputs",
+    "flatten",
     "get_implementations",
+    "is_output_capturing",
     "module_paths",
     "one_tensor_at_a_time",
     "peer_memory",
@@ -66,8 +69,10 @@ __all__ = [
     "symbols",
     "trace",
     "traceable_experts",
+    "unflatten",
     "unset_fake_temporarily",
     "use_experts_implementation",
+    "was_written",
 ]
 
 
@@ -131,6 +136,11 @@ def symbols(tensor: torch.Tensor) -> tuple[set, set]:
 def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether one is a view of the other, or both are views of a third (torch 2.11 - 2.13)."""
     return torch._C._is_alias_of(first, second)
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a functionalised trace, or a view of it, was written to in place (torch 2.11 - 2.13)."""
+    return torch._functionalize_has_data_mutation(tensor)
 
 
 def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[int]:
@@ -244,6 +254,11 @@ def traceable_experts(model: nn.Module) -> str:
     the host there (its fallback calls ``tolist``), so batched_mm takes its place."""
     parameter = next(model.parameters())
     return "batched_mm" if parameter.is_cuda and parameter.dtype != torch.bfloat16 else "grouped_mm"
+
+
+def is_output_capturing(hook: Callable) -> bool:
+    """Whether a forward hook is transformers' own, which does nothing unless outputs of layers are asked for (5.17, 5.24)."""
+    return getattr(hook, "__module__", None) == capture_outputs.__module__
 
 
 # Attribute of an experts module that makes transformers' functions leave out ids from num_experts on (5.24; 5.17 always does).
