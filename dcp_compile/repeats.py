@@ -448,10 +448,13 @@ def _build(module: nn.Module) -> list:
     return found
 
 
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+
+
 def _sign(value: object, parts: Mapping[nn.Module, str]) -> object:
-    """What tells a value from others: plain ones by value, functions by code and what they close over, parts of the
-    same module by their path, all else by identity."""
-    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size):
+    """What tells a value from others: plain ones by value, functions by code and what they close over, objects of plain
+    attributes by these, parts of the same module by their path, all else by identity."""
+    if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
     if type(value) in (list, tuple, set, frozenset):
         items = [_sign(item, parts) for item in value]
@@ -467,4 +470,7 @@ def _sign(value: object, parts: Mapping[nn.Module, str]) -> object:
     if type(value) is types.FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return "function", id(value.__code__), [_sign(item, parts) for item in (cells, value.__defaults__, value.__kwdefaults__)]
+    attributes = getattr(value, "__dict__", None)
+    if attributes and not isinstance(value, type) and all(type(item) in _PLAIN for item in attributes.values()):
+        return "object", id(type(value)), _sign(attributes, parts)
     return type(value).__name__, id(value)
