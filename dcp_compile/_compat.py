@@ -58,6 +58,8 @@ __all__ = [
     "flatten",
     "get_implementations",
     "is_output_capturing",
+    "is_view",
+    "may_copy",
     "module_paths",
     "one_tensor_at_a_time",
     "peer_memory",
@@ -131,6 +133,17 @@ def symbols(tensor: torch.Tensor) -> tuple[set, set]:
         if isinstance(number, torch.SymInt):
             used |= number.node.expr.free_symbols
     return alone, used
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether an ATen operator returns its operand in another shape, without writing to it (torch 2.11 - 2.13)."""
+    aliased = [argument.alias_info for argument in target._schema.arguments if argument.alias_info is not None]
+    return target is torch.ops.aten._unsafe_view.default or any(not alias.is_write for alias in aliased)
+
+
+def may_copy(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns its operand or a copy, by their layouts (torch 2.11 - 2.13)."""
+    return is_view(target) and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -76,7 +76,7 @@ class StepGraph:
         sites: certified MLA sites, made by the match pass.
         attention: emitted attention by layer, made by the absorb pass.
         seconds: time per capture stage.
-        repeats: which modules were traced and which copied.
+        copied: modules whose calls were copied from an equal one. refused: modules that could have been, but are not safe to.
     """
 
     module: fx.GraphModule
@@ -85,12 +85,13 @@ class StepGraph:
     constants: dict[fx.Node, Tensor]
     outputs: tuple[str, ...]
     model: str
-    repeats: Repeats
     prologue: fx.GraphModule | None = None
     prologue_inputs: list[fx.Node] = field(default_factory=list)
     sites: list = field(default_factory=list)
     attention: dict[int, object] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    copied: int = 0
+    refused: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -127,7 +128,8 @@ class StepGraph:
             ),
             outputs=self.outputs,
             model=self.model,
-            repeats=self.repeats,
+            copied=self.copied,
+            refused=self.refused,
             sites=[renew(site) for site in self.sites],
             seconds=self.seconds,
         )
@@ -312,6 +314,7 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
         if repeats.expand(graph.graph, names):
             break
     graph.module.recompile()
+    graph.copied, graph.refused = repeats.copied, tuple(sorted(repeats.refused))
     graph.seconds["capture"] = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)
     return graph
@@ -366,7 +369,6 @@ def _trace(
         constants={next(remaining): tensor.detach() for tensor in constants.values()},
         outputs=outputs,
         model=type(model).__name__,
-        repeats=repeats,
     )
     return graph, dict(zip(placeholders, names))
 

@@ -64,7 +64,8 @@ class RegionCompiler:
         self.regions += len(regions)
         for region in regions:
             if region.fingerprint not in self.compiled:
-                inputs = [node.meta["val"] for node in region.inputs]
+                # Equal layers share fake values, but one callable must not be told that two of its inputs are one tensor.
+                inputs = [_unshared(node.meta["val"]) for node in region.inputs]
                 self.compiled[region.fingerprint] = _Called(self.compiler(_extract(module, region), inputs))
         return _assemble(module, body, regions, self.compiled)
 
@@ -93,10 +94,9 @@ def is_free(node: fx.Node) -> bool:
         return True
     if node.target is operator.getitem:
         return is_free(node.args[0])
-    result = node.meta["val"]
-    first = result[0] if isinstance(result, (list, tuple)) else result
-    operands = [operand.meta["val"] for operand in node.all_input_nodes]
-    return any(isinstance(operand, Tensor) and _compat.same_storage(first, operand) for operand in operands)
+    if _compat.may_copy(node.target):
+        return _compat.same_storage(node.meta["val"], node.args[0].meta["val"])
+    return _compat.is_view(node.target)
 
 
 class Body:
@@ -206,6 +206,11 @@ class _Numbered:
 
 def _is_product(node: fx.Node) -> bool:
     return hasattr(node.target, "name") and node.target.name().removeprefix("aten::").partition(".")[0] in _PRODUCTS
+
+
+def _unshared(value: Tensor) -> Tensor:
+    with value.fake_mode:
+        return value.new_empty_strided(value.shape, value.stride())
 
 
 def _describe(value: Tensor) -> str:

@@ -38,6 +38,7 @@ def explain(model: PreTrainedModel) -> str:
         f"attention: backend {report.choice.name}, layout {report.layout}",
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
+    lines.append(_copies(graph))
     lines += _pass_table(report.passes)
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
@@ -50,6 +51,12 @@ def explain(model: PreTrainedModel) -> str:
     if model._dcp_engine.verify_costs is not None:
         lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
+
+
+def _copies(graph) -> str:
+    """Modules that were not traced, and modules that had to be."""
+    refused = f"; traced in full, being out of the ordinary: {', '.join(graph.refused)}" if graph.refused else ""
+    return f"capture: {graph.copied} modules copied from equal ones{refused}"
 
 
 def _regions(regions) -> str:

@@ -205,7 +205,7 @@ def test_a_region_that_nobody_reads_is_not_compiled() -> None:
     compiler = Uncompiled()
     regions = RegionCompiler(compiler)
     split = regions(module)
-    assert regions.regions == 1 and [len(g.graph.output_node().args[0]) for g in compiler.graphs] == [1]
+    assert regions.regions == 1 and len(compiler.graphs) == 1
     cache = torch.zeros(CACHE)
     split(torch.ones(2, WIDTH), torch.arange(2), cache)
     assert torch.equal(cache.view(SLOTS, WIDTH)[:3], torch.tensor([2.0, 2.0, 0.0])[:, None].expand(-1, WIDTH))
