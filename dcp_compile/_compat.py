@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 # Memory that the GPUs of one host can all write; multicast is not used (torch 2.11).
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
@@ -57,6 +58,7 @@ __all__ = [
     "capture_outputs",
     "flatten",
     "get_implementations",
+    "graph_module",
     "is_output_capturing",
     "is_view",
     "may_copy",
@@ -196,6 +198,12 @@ def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.Gr
         torch.compiler._is_compiling_flag = False
     module.graph.eliminate_dead_code()
     return module
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module for ``graph`` that writes its Python code when it is first called, if ever (torch 2.11 - 2.13)."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def compile_graph(module: fx.GraphModule, inputs: list) -> Callable:

@@ -121,7 +121,7 @@ class StepGraph:
         for old, new in renamed.items():
             new.meta = dict(old.meta)
         return StepGraph(
-            fx.GraphModule(self.module, graph),
+            _compat.graph_module(self.module, graph),
             *(
                 {renamed[node]: value for node, value in m.items()}
                 for m in (self.step_inputs, self.states, self.constants)
@@ -313,7 +313,7 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
         graph, names = _trace(model, layer_types, outputs, repeats, options)
         if repeats.expand(graph.graph, names):
             break
-    graph.module.recompile()
+    graph.module = _compat.graph_module(graph.module, graph.graph)
     graph.copied, graph.refused = repeats.copied, tuple(sorted(repeats.refused))
     graph.seconds["capture"] = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)

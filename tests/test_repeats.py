@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 
 from dcp_compile import _compat
 from dcp_compile.capture import StepGraph, capture
+from dcp_compile.kinds import LayerNumber
 from dcp_compile.passes.graph_tools import location
-from dcp_compile.repeats import LayerNumber, Repeats
+from dcp_compile.repeats import Repeats
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3
 
 WIDTH, LAYERS = 4, 5
