@@ -22,9 +22,11 @@ from torch.distributed import ProcessGroup
 
 # Memory that the GPUs of one host can all write; multicast is not used (torch 2.11).
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten as flatten, tree_unflatten as unflatten
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -54,18 +56,27 @@ __all__ = [
     "cache_argument",
     "compile_graph",
     "capture_outputs",
+    "flatten",
     "get_implementations",
+    "graph_module",
+    "is_output_capturing",
+    "is_view",
+    "may_copy",
     "module_paths",
     "one_tensor_at_a_time",
     "peer_memory",
     "recurrence_functions",
     "recurrent_state",
+    "same_storage",
     "set_implementations",
     "size_for_one_row",
+    "symbols",
     "trace",
     "traceable_experts",
+    "unflatten",
     "unset_fake_temporarily",
     "use_experts_implementation",
+    "was_written",
 ]
 
 
@@ -114,6 +125,39 @@ def size_for_one_row(size: int | torch.SymInt) -> int:
     return int(expression.subs({symbol: 1 for symbol in expression.free_symbols}))
 
 
+def symbols(tensor: torch.Tensor) -> tuple[set, set]:
+    """Symbols of a fake tensor: those that are a size by themselves, and all in its sizes and strides (torch 2.11 - 2.13)."""
+    alone, used = set(), set()
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            alone |= {size.node.expr} if size.node.expr.is_symbol else set()
+    for number in (*tensor.shape, *tensor.stride()):
+        if isinstance(number, torch.SymInt):
+            used |= number.node.expr.free_symbols
+    return alone, used
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether an ATen operator returns its operand in another shape, without writing to it (torch 2.11 - 2.13)."""
+    aliased = [argument.alias_info for argument in target._schema.arguments if argument.alias_info is not None]
+    return target is torch.ops.aten._unsafe_view.default or any(not alias.is_write for alias in aliased)
+
+
+def may_copy(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns its operand or a copy, by their layouts (torch 2.11 - 2.13)."""
+    return is_view(target) and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+
+
+def same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one is a view of the other, or both are views of a third (torch 2.11 - 2.13)."""
+    return torch._C._is_alias_of(first, second)
+
+
+def was_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a functionalised trace, or a view of it, was written to in place (torch 2.11 - 2.13)."""
+    return torch._functionalize_has_data_mutation(tensor)
+
+
 def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[int]:
     """Addresses, by rank of ``group``, of ``size`` zeroed bytes on every rank's GPU, all writable from this one."""
     memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -154,6 +198,12 @@ def trace(function: Callable, inputs: list[torch.Tensor], fakes: Fakes) -> fx.Gr
         torch.compiler._is_compiling_flag = False
     module.graph.eliminate_dead_code()
     return module
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module for ``graph`` that writes its Python code when it is first called, if ever (torch 2.11 - 2.13)."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def compile_graph(module: fx.GraphModule, inputs: list) -> Callable:
@@ -225,6 +275,11 @@ def traceable_experts(model: nn.Module) -> str:
     the host there (its fallback calls ``tolist``), so batched_mm takes its place."""
     parameter = next(model.parameters())
     return "batched_mm" if parameter.is_cuda and parameter.dtype != torch.bfloat16 else "grouped_mm"
+
+
+def is_output_capturing(hook: Callable) -> bool:
+    """Whether a forward hook is transformers' own, which does nothing unless outputs of layers are asked for (5.17, 5.24)."""
+    return getattr(hook, "__module__", None) == capture_outputs.__module__
 
 
 # Attribute of an experts module that makes transformers' functions leave out ids from num_experts on (5.24; 5.17 always does).

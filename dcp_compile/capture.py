@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from . import _compat
 from .errors import CaptureError, UnsupportedModelError
 from .ops import markers
+from .repeats import Name, Repeats
 
 ATTENTION_NAME = "dcp_marker"
 
@@ -75,6 +76,7 @@ class StepGraph:
         sites: certified MLA sites, made by the match pass.
         attention: emitted attention by layer, made by the absorb pass.
         seconds: time per capture stage.
+        copied: modules whose calls were copied from an equal one. refused: modules that could have been, but are not safe to.
     """
 
     module: fx.GraphModule
@@ -88,6 +90,8 @@ class StepGraph:
     sites: list = field(default_factory=list)
     attention: dict[int, object] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    copied: int = 0
+    refused: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -117,13 +121,15 @@ class StepGraph:
         for old, new in renamed.items():
             new.meta = dict(old.meta)
         return StepGraph(
-            fx.GraphModule(self.module, graph),
+            _compat.graph_module(self.module, graph),
             *(
                 {renamed[node]: value for node, value in m.items()}
                 for m in (self.step_inputs, self.states, self.constants)
             ),
             outputs=self.outputs,
             model=self.model,
+            copied=self.copied,
+            refused=self.refused,
             sites=[renew(site) for site in self.sites],
             seconds=self.seconds,
         )
@@ -299,9 +305,26 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
         UnsupportedModelError: a layer type that is neither full nor linear attention, or a layer without cache access.
         CaptureError: the model cannot be traced; the reason is quoted.
     """
-    parameter = next(model.parameters())
     layer_types = _layer_types(model)
     outputs = ("logits", *extra_outputs)
+    repeats = Repeats(model)
+    started = time.perf_counter()
+    while True:
+        graph, names = _trace(model, layer_types, outputs, repeats, options)
+        if repeats.expand(graph.graph, names):
+            break
+    graph.module = _compat.graph_module(graph.module, graph.graph)
+    graph.copied, graph.refused = repeats.copied, tuple(sorted(repeats.refused))
+    graph.seconds["capture"] = time.perf_counter() - started
+    _check_markers(graph, layer_types, type(model).__name__)
+    return graph
+
+
+def _trace(
+    model: nn.Module, layer_types: list[str], outputs: tuple[str, ...], repeats: Repeats, options: dict[str, object]
+) -> tuple[StepGraph, dict[fx.Node, Name]]:
+    """One trace, and what its placeholders are to ``repeats``, which may have left out modules."""
+    parameter = next(model.parameters())
     fakes = _compat.Fakes()
     stand_ins = _StandIns(fakes, parameter.dtype, layer_types, parameter.device)
     constants = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -325,9 +348,8 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
         out = torch.func.functional_call(model, weights, kwargs=call | {"use_cache": True})
         return tuple(getattr(out, name)[:, 0] for name in outputs)
 
-    started = time.perf_counter()
     try:
-        with torch.no_grad(), _patched(model, current, stand_ins):
+        with torch.no_grad(), _patched(model, current, stand_ins), repeats.watching():
             module = _compat.trace(step, flat, fakes)
     except UnsupportedModelError:
         raise
@@ -337,18 +359,18 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
             "control flow that depends on tensor values"
         ) from error
     fakes.check_sizes(type(model).__name__)
-    placeholders = iter(module.graph.find_nodes(op="placeholder"))
+    placeholders = module.graph.find_nodes(op="placeholder")
+    names = [*stand_ins.inputs, *((ref.layer, ref.kind) for ref in stand_ins.states), *constants]
+    remaining = iter(placeholders)
     graph = StepGraph(
         module,
-        step_inputs={next(placeholders): name for name in stand_ins.inputs},
-        states={next(placeholders): ref for ref in stand_ins.states},
-        constants={next(placeholders): tensor.detach() for tensor in constants.values()},
+        step_inputs={next(remaining): name for name in stand_ins.inputs},
+        states={next(remaining): ref for ref in stand_ins.states},
+        constants={next(remaining): tensor.detach() for tensor in constants.values()},
         outputs=outputs,
         model=type(model).__name__,
     )
-    graph.seconds["capture"] = time.perf_counter() - started
-    _check_markers(graph, layer_types, type(model).__name__)
-    return graph
+    return graph, dict(zip(placeholders, names))
 
 
 def _layer_types(model: nn.Module) -> list[str]:

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from . import backends
+from . import _compat, backends
 from .backends import AttentionRequirements, BackendChoice
 from .cache import PagePool, SlotPool
 from .capture import StepGraph, capture
 from .config import DCPConfig
 from .errors import BackendError, ConfigError, UnsupportedModelError
-from .lower import StepProgram, allocate_states, lower_eager, lower_inductor
+from .lower import StepProgram, allocate_states, lower
 from .parallel import ParallelLayout
 from .parallel.peers import ExchangePath, open_exchange
 from .parallel.shard import shard_of
 from .passes import PASSES, PassContext, PassResult, run_passes
+from .regions import RegionCompiler
 from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
 from .runtime.engine import Engine, table_columns
@@ -42,6 +43,7 @@ class CompileReport:
         graph: the step graph as rewritten. passes: one record per pass.
         choice: the attention backend. layout: the decode layout it runs. requirements: what it was asked for.
         path: how ranks exchange attention.
+        regions: what compiled the bodies; None where they run node by node.
     """
 
     graph: StepGraph
@@ -50,6 +52,7 @@ class CompileReport:
     layout: str
     requirements: AttentionRequirements
     path: ExchangePath
+    regions: RegionCompiler | None
 
 
 def compile_model(
@@ -91,8 +94,8 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
             matched += rewritten
     states = allocate_states(list(graphs.values()))
     path = _open_exchange(captured, config, parallel, requirements)
-    lower = lower_inductor if _uses_inductor(config, device) else lower_eager
-    programs = {verify: lower(graph, states) for verify, graph in graphs.items()}
+    regions = _region_compiler(config, device)
+    programs = {verify: lower(graph, states, regions) for verify, graph in graphs.items()}
     plans = _plans(captured, context, requirements, config)
     if requirements.cuda_graphs:
         programs = _captured(programs, plans, config, parallel, device)
@@ -112,7 +115,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
     )
     if config.verify == "adaptive" and engine.verify is not None:
         engine.verify_costs = measure_verify(engine)
-    return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements, path)
+    return engine, CompileReport(graphs[False], matched, choice, context.layout, requirements, path, regions)
 
 
 def compile_draft(
@@ -164,7 +167,8 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     results += run_passes(captured, context, PASSES[1:])
     states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
-    block = (lower_inductor if _uses_inductor(config, engine.device) else lower_eager)(captured, states)
+    regions = _region_compiler(config, engine.device)
+    block = lower(captured, states, regions)
     plans = _plans(captured, context, requirements, config)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
@@ -174,7 +178,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
         block = planned(block, plans(None))
     caches = [states[ref] for ref in sorted(states, key=lambda ref: ref.layer)]
     layout = config.block_size, parallel.dcp_rank, parallel.dcp_size, config.kv_interleave
-    report = CompileReport(captured, results, choice, context.layout, requirements, path)
+    report = CompileReport(captured, results, choice, context.layout, requirements, path, regions)
     return _draft_engine(draft, engine, block, caches, layout, context.kv_scale), report
 
 
@@ -279,8 +283,9 @@ def _check_available(config: DCPConfig, device: torch.device) -> None:
         )
 
 
-def _uses_inductor(config: DCPConfig, device: torch.device) -> bool:
-    return config.lowering == "inductor" or (config.lowering == "auto" and device.type == "cuda")
+def _region_compiler(config: DCPConfig, device: torch.device) -> RegionCompiler | None:
+    inductor = config.lowering == "inductor" or (config.lowering == "auto" and device.type == "cuda")
+    return RegionCompiler(_compat.compile_graph) if inductor else None
 
 
 def _verify_widths(config: DCPConfig) -> list[int]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, fx
 
-from . import _compat
 from .capture import StateRef, StepGraph
+from .regions import RegionCompiler
 
 StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
 """``program(step inputs by name, on any device) -> graph outputs``; writes land in the state tensors it was bound to."""
@@ -26,19 +26,15 @@ def allocate_states(graphs: list[StepGraph]) -> dict[StateRef, Tensor]:
     return states
 
 
-def lower_eager(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProgram:
-    """Run prologue and body node by node, without compilation: the default on a CPU."""
-    return _bind(graph, states, graph.module)
+def lower(graph: StepGraph, states: Mapping[StateRef, Tensor], regions: RegionCompiler | None) -> StepProgram:
+    """Bind prologue and body to the states and the model's constants.
 
-
-def lower_inductor(graph: StepGraph, states: Mapping[StateRef, Tensor]) -> StepProgram:
-    """Compile the body with Inductor, once for any number of rows. The prologue is a single fused operator already."""
-    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return _bind(graph, states, _compat.compile_graph(graph.module, fakes))
-
-
-def _bind(graph: StepGraph, states: Mapping[StateRef, Tensor], body: Callable) -> StepProgram:
-    """Feed prologue and body from the step inputs, the states and the model's constants."""
+    Args:
+        regions: compiles the body, for any number of rows; what it compiled before, for another rewriting of the same
+            captured step, is used again. None: the body runs node by node, the default on a CPU. The prologue is a
+            single fused operator already.
+    """
+    body = graph.module if regions is None else regions(graph.module)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     readers = [_reader(graph, node, states) for node in placeholders if node in _known(graph)]
     prologue_readers = [_reader(graph, node, states) for node in graph.prologue_inputs]

@@ -40,9 +40,12 @@ def explain(model: PreTrainedModel) -> str:
         _attention(report),
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
+    lines.append(_copies(graph))
     lines += _pass_table(report.passes)
     prologue = sum(census(graph.prologue.graph).values())
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
+    if report.regions is not None:
+        lines.append(_regions(report.regions))
     lines += _memory(model._dcp_engine, parallel.dcp_size, config.kv_cache_scale)
     lines += _communication(graph, parallel, report.path)
     if optimized.draft is not None:
@@ -56,6 +59,16 @@ def _attention(report) -> str:
     planned = report.layout == "split" and plans_prefixes(get_backend(report.choice.name))
     note = ", prefixes planned on the host" if planned else ""
     return f"attention: backend {report.choice.name}, layout {report.layout}{note}"
+
+
+def _copies(graph) -> str:
+    """Modules that were not traced, and modules that had to be."""
+    refused = f"; traced in full, being out of the ordinary: {', '.join(graph.refused)}" if graph.refused else ""
+    return f"capture: {graph.copied} modules copied from equal ones{refused}"
+
+
+def _regions(regions) -> str:
+    return f"regions: {regions.regions} in all programs, compiled: {len(regions.compiled)}"
 
 
 def _pass_table(passes) -> list[str]:
@@ -145,6 +158,7 @@ def _draft(draft, report) -> list[str]:
         return [f"{blocks}; run as it is, with all keys and values of its {len(draft.caches)} layers on every rank"]
     return [
         f"{blocks}; {len(report.graph.sites)} MLA layers, backend {report.choice.name}, layout {report.layout}",
+        *([_regions(report.regions)] if report.regions is not None else []),
         f"collectives per block: {_meetings(report.graph) or 'none'}",
     ]
 

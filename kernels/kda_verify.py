@@ -164,44 +164,44 @@ def _kda_verify(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Some columns of one head's state, all of them in one warp: sums over its rows stay within it."""
+    """One head in one warp: a thread has whole columns of the state, so that no sum leaves it, and takes them a few of their
+    numbers (``BLOCK_K``) at a time."""
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    i = tl.arange(0, BLOCK_K)
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k, in_v = i < K, j < V
+    in_v = j < V
     slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
     held = slot >= 0
     kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
-    tile = state + slot * state_stride_n + head * state_stride_h
-    tile = tile + i[:, None] * state_stride_k + j[None, :] * state_stride_v
-    inside = in_k[:, None] & in_v[None, :] & held
-    s = tl.load(tile, mask=inside, other=0.0)
-
+    state += slot * state_stride_n + head * state_stride_h + j[:, None] * state_stride_v
     place = request * heads + head
-    vectors += place * (1 + RECORDS + 2 * ROWS) * K + i
+    vectors += place * (1 + RECORDS + 2 * ROWS) * K
     u_records = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
-    u_record = u_records
-    s *= tl.load(vectors, mask=in_k, other=0.0)[:, None]
-    weight = vectors + K
-    w_row = tl.load(weight, mask=in_k & (kept > 0), other=0.0)
-    u_row = tl.load(u_record, mask=in_v & (kept > 0), other=0.0)
-    for m in range(kept):
-        weight += K
-        u_record += pu_stride_m
-        w_next = tl.load(weight, mask=in_k & (m + 1 < kept), other=0.0)  # under this record's work
-        u_next = tl.load(u_record, mask=in_v & (m + 1 < kept), other=0.0)
-        s += w_row[:, None] * u_row[None, :]
-        w_row, u_row = w_next, u_next
-    tl.store(tile, s, mask=inside & (kept > 0))
-    tl.debug_barrier()  # every thread has read the records before any is replaced
 
-    vectors += (1 + RECORDS) * K
+    nothing = tl.zeros([BLOCK_V], tl.float32)
     from_state, to_out = (), ()
-    for row in tl.static_range(ROWS):
-        from_state += (tl.sum(s * tl.load(vectors + row * K, mask=in_k, other=0.0)[:, None], 0),)
-        to_out += (tl.sum(s * tl.load(vectors + (ROWS + row) * K, mask=in_k, other=0.0)[:, None], 0),)
+    for _ in tl.static_range(ROWS):
+        from_state += (nothing,)
+        to_out += (nothing,)
+    for first in range(0, K, BLOCK_K):
+        i = first + tl.arange(0, BLOCK_K)
+        in_k = i < K
+        tile = state + i[None, :] * state_stride_k
+        inside = in_v[:, None] & in_k[None, :] & held
+        s = tl.load(tile, mask=inside, other=0.0) * tl.load(vectors + i, mask=in_k, other=0.0)[None, :]
+        for m in range(kept):
+            weight = tl.load(vectors + (1 + m) * K + i, mask=in_k, other=0.0)
+            s += tl.load(u_records + tl.cast(m, tl.int64) * pu_stride_m, mask=in_v, other=0.0)[:, None] * weight[None, :]
+        tl.store(tile, s, mask=inside & (kept > 0))
+        rows = vectors + (1 + RECORDS) * K + i
+        before, from_state = from_state, ()
+        for row in tl.static_range(ROWS):
+            from_state += (before[row] + tl.sum(s * tl.load(rows + row * K, mask=in_k, other=0.0)[None, :], 1),)
+        before, to_out = to_out, ()
+        for row in tl.static_range(ROWS):
+            to_out += (before[row] + tl.sum(s * tl.load(rows + (ROWS + row) * K, mask=in_k, other=0.0)[None, :], 1),)
+    tl.debug_barrier()  # every thread has read the records before any is replaced
 
     v += request * v_stride_b + head * v_stride_h + j * v_stride_v
     beta += request * beta_stride_b + head * beta_stride_h
@@ -295,7 +295,7 @@ def kda_verify(
         BLOCK_K=block_k,
         num_warps=1,
     )
-    block_v = min(32, triton.next_power_of_2(values))
+    block_v = min(128, triton.next_power_of_2(values))
     _kda_verify[(triton.cdiv(values, block_v), heads, batch)](
         vectors,
         factors,
@@ -318,7 +318,7 @@ def kda_verify(
         V=values,
         ROWS=rows,
         RECORDS=records,
-        BLOCK_K=block_k,
+        BLOCK_K=min(16, block_k),
         BLOCK_V=block_v,
         num_warps=1,
     )

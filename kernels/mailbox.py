@@ -2,7 +2,7 @@
 """Messages between the ranks of one node, through memory that every rank can write.
 
 Each rank owns a mailbox in which every rank has a place of its own. Program ``c`` of a kernel is *channel* ``c``: on every
-rank it carries the same units (``unit % CHANNELS == c``), pushes its own to all mailboxes, raises its flag there, and waits
+rank it carries the same units, ``PER`` of them at a time, pushes its own to all mailboxes, raises its flag there, and waits
 for the flags of channel ``c`` of all ranks in its own. Channels never wait for one another, so that nothing but the
 programs of one channel must run at the same time.
 
@@ -71,8 +71,8 @@ def _lse_at(size: int) -> int:
     return triton.cdiv(size * CHANNELS * 8, _ALIGNMENT) * _ALIGNMENT
 
 
-def constants(mailbox: Mailbox, message: Tensor) -> dict[str, int]:
-    """The compile-time arguments that every kernel on ``mailbox`` takes.
+def constants(mailbox: Mailbox, message: Tensor, units: int) -> dict[str, int]:
+    """The compile-time arguments that every kernel on ``mailbox`` takes, for a message of ``units`` units.
 
     Units lie ``STRIDE`` elements apart, the same number of bytes whatever a message's width and type are: what one launch
     writes never overlaps what a slower rank has yet to read of the launch before.
@@ -80,6 +80,8 @@ def constants(mailbox: Mailbox, message: Tensor) -> dict[str, int]:
     return {
         "RANK": mailbox.rank,
         "SIZE": mailbox.size,
+        "BLOCK_SIZE": triton.next_power_of_2(mailbox.size),
+        "PER": _per(units),
         "UNITS": mailbox.units,
         "CHANNELS": CHANNELS,
         "STRIDE": mailbox.unit_bytes // message.element_size(),
@@ -88,9 +90,14 @@ def constants(mailbox: Mailbox, message: Tensor) -> dict[str, int]:
     }
 
 
+def _per(units: int) -> int:
+    """Units a program handles at once: what lets one turn of all channels carry the message, as far as registers go."""
+    return min(8, triton.next_power_of_2(triton.cdiv(units, CHANNELS)))
+
+
 def grid(units: int) -> tuple[int]:
     """One program per channel that has a unit."""
-    return (min(units, CHANNELS),)
+    return (min(triton.cdiv(units, _per(units)), CHANNELS),)
 
 
 @triton.jit
@@ -106,28 +113,37 @@ def region(bases, owner, AT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def signal(bases, channel, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+def signal(bases, channel, epoch, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr):
     """Raise this rank's flag in every mailbox, after everything this program has written there."""
     tl.debug_barrier()
-    for peer in range(SIZE):
-        flags = region(bases, peer, 0, tl.int64)
-        tl.atomic_xchg(flags + RANK * CHANNELS + channel, epoch, sem="release", scope="sys")
+    peer = tl.arange(0, BLOCK_SIZE)
+    flags = tl.load(bases + peer, mask=peer < SIZE, other=0).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(flags + RANK * CHANNELS + channel, epoch, mask=peer < SIZE, sem="release", scope="sys")
 
 
 @triton.jit
-def await_all(bases, channel, epoch, polls, lost, RANK: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+def await_all(
+    bases, channel, epoch, polls, lost,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """Wait for the flags of all ranks; one that stays down for ``polls`` looks is noted in ``lost`` and given up."""
-    flags = region(bases, RANK, 0, tl.int64)
-    for source in range(SIZE):
-        flag = flags + source * CHANNELS + channel
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        looks = polls * 0
-        while (seen < epoch) & (looks < polls):
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            looks += 1
-        if seen < epoch:
-            tl.store(lost, source + 1)
+    source = tl.arange(0, BLOCK_SIZE)
+    flags = region(bases, RANK, 0, tl.int64) + source * CHANNELS + channel
+    late = tl.max(_is_late(flags, epoch, source, SIZE), 0)
+    looks = polls * 0
+    while (late > 0) & (looks < polls):
+        late = tl.max(_is_late(flags, epoch, source, SIZE), 0)
+        looks += 1
+    if late > 0:
+        tl.store(lost, late)
     tl.debug_barrier()
+
+
+@triton.jit
+def _is_late(flags, epoch, source, SIZE: tl.constexpr):
+    """1 + the rank of every flag that is still down, 0 for the others."""
+    seen = tl.atomic_add(flags, 0, mask=source < SIZE, sem="acquire", scope="sys")
+    return tl.where((source < SIZE) & (seen < epoch), source + 1, 0)
 
 
 def view(bases: Tensor, rank: int, units: int, unit_bytes: int, polls: int) -> Mailbox:

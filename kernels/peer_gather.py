@@ -27,6 +27,8 @@ def _gather_heads(
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PER: tl.constexpr,
     UNITS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -35,18 +37,21 @@ def _gather_heads(
 ):
     channel = tl.program_id(0)
     epoch = tl.load(calls + channel) + 1
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    for unit in range(channel, units, CHANNELS):
+    column = tl.arange(0, BLOCK)[None, :]
+    for first in range(channel * PER, units, CHANNELS * PER):
+        unit = first + tl.arange(0, PER)[:, None]
+        inside = (unit < units) & (column < WIDTH)
         row = (unit // heads).to(tl.int64)
         value = tl.load(query + row * stride_t + unit % heads * stride_h + column * stride_e, mask=inside)
         message = place(epoch, RANK, unit, SIZE, UNITS) * STRIDE + column
         for peer in range(SIZE):
             tl.store(region(bases, peer, DATA_AT, query.dtype.element_ty) + message, value, mask=inside)
-    signal(bases, channel, epoch, RANK, SIZE, CHANNELS)
-    await_all(bases, channel, epoch, polls, lost, RANK, SIZE, CHANNELS)
+    signal(bases, channel, epoch, RANK, SIZE, BLOCK_SIZE, CHANNELS)
+    await_all(bases, channel, epoch, polls, lost, RANK, SIZE, BLOCK_SIZE, CHANNELS)
     data = region(bases, RANK, DATA_AT, query.dtype.element_ty)
-    for unit in range(channel, units, CHANNELS):
+    for first in range(channel * PER, units, CHANNELS * PER):
+        unit = first + tl.arange(0, PER)[:, None]
+        inside = (unit < units) & (column < WIDTH)
         row = (unit // heads).to(tl.int64)
         for source in range(SIZE):
             message = place(epoch, source, unit, SIZE, UNITS) * STRIDE + column
@@ -79,6 +84,6 @@ def gather_heads(query: Tensor, mailbox: Mailbox) -> Tensor:
             mailbox.polls,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
-            **constants(mailbox, query),
+            **constants(mailbox, query, rows * heads),
         )
     return out

@@ -29,9 +29,10 @@ def _merge_ranks(
     polls,
     LATENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PER: tl.constexpr,
     UNITS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -40,41 +41,52 @@ def _merge_ranks(
 ):
     channel = tl.program_id(0)
     epoch = tl.load(calls + channel) + 1
-    column = tl.arange(0, BLOCK)
-    inside = column < LATENT
-    for unit in range(channel, units, CHANNELS):
+    column = tl.arange(0, BLOCK)[None, :]
+    for first in range(channel * PER, units, CHANNELS * PER):
+        unit = first + tl.arange(0, PER)
+        known = unit < units
         row = (unit // heads).to(tl.int64)
         message = place(epoch, RANK, unit, SIZE, UNITS)
         for peer in range(SIZE):
             head = unit % heads + peer * heads_apart  # the peer's head in our partials
-            value = tl.load(part + row * stride_t + head * stride_h + column * stride_r, mask=inside)
+            inside = known[:, None] & (column < LATENT)
+            value = tl.load(part + (row * stride_t + head * stride_h)[:, None] + column * stride_r, mask=inside)
             data = region(bases, peer, DATA_AT, part.dtype.element_ty)
-            tl.store(data + message * STRIDE + column, value, mask=inside)
-            log = tl.load(part_lse + row * lse_stride_t + head * lse_stride_h)
-            tl.store(region(bases, peer, LSE_AT, tl.float32) + message, log)
-    signal(bases, channel, epoch, RANK, SIZE, CHANNELS)
-    await_all(bases, channel, epoch, polls, lost, RANK, SIZE, CHANNELS)
+            tl.store(data + message[:, None] * STRIDE + column, value, mask=inside)
+            log = tl.load(part_lse + row * lse_stride_t + head * lse_stride_h, mask=known)
+            tl.store(region(bases, peer, LSE_AT, tl.float32) + message, log, mask=known)
+    signal(bases, channel, epoch, RANK, SIZE, BLOCK_SIZE, CHANNELS)
+    await_all(bases, channel, epoch, polls, lost, RANK, SIZE, BLOCK_SIZE, CHANNELS)
     lses = region(bases, RANK, LSE_AT, tl.float32)
     data = region(bases, RANK, DATA_AT, part.dtype.element_ty)
-    source = tl.arange(0, BLOCK_SIZE)
-    for unit in range(channel, units, CHANNELS):
-        message = place(epoch, source, unit, SIZE, UNITS)
-        # Written by peers: not from the L1 cache.
-        log = tl.load(lses + message, mask=source < SIZE, other=float("-inf"), cache_modifier=".cg")
-        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
-        top = tl.max(log, 0)
-        weight = tl.exp(log - tl.where(top == float("-inf"), 0.0, top))
-        total = tl.sum(weight, 0)
-        # A part of weight 0 is not even read: its output is undefined.
-        value = tl.load(
-            data + message[:, None] * STRIDE + column[None, :],
-            mask=(weight > 0)[:, None] & inside[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        merged = tl.sum(value.to(tl.float32) * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-        tl.store(out + unit * LATENT + column, merged.to(out.dtype.element_ty), mask=inside)
+    source = tl.arange(0, BLOCK_SIZE)[None, :]
+    for first in range(channel * PER, units, CHANNELS * PER):
+        unit = first + tl.arange(0, PER)
+        known = unit < units
+        every = place(epoch, source, unit[:, None], SIZE, UNITS)
+        logs = _known_lse(lses + every, known[:, None] & (source < SIZE))
+        top = tl.max(logs, 1)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp(logs - top[:, None]), 1)
+        merged = tl.zeros([PER, BLOCK], tl.float32)
+        for peer in range(SIZE):
+            message = place(epoch, peer, unit, SIZE, UNITS)
+            weight = tl.exp(_known_lse(lses + message, known) - top)[:, None]
+            # A part of weight 0 is not even read: its output is undefined.
+            inside = (weight > 0) & (column < LATENT)
+            value = tl.load(data + message[:, None] * STRIDE + column, mask=inside, other=0.0, cache_modifier=".cg")
+            merged += value.to(tl.float32) * weight
+        merged /= tl.where(total > 0, total, 1.0)[:, None]
+        target = out + unit.to(tl.int64)[:, None] * LATENT + column
+        tl.store(target, merged.to(out.dtype.element_ty), mask=known[:, None] & (column < LATENT))
     tl.store(calls + channel, epoch)
+
+
+@triton.jit
+def _known_lse(pointer, mask):
+    """LSEs written by peers (not from the L1 cache); -inf for what marks an empty part."""
+    log = tl.load(pointer, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    return tl.where((log == log) & (log < float("inf")), log, float("-inf"))
 
 
 def merge_ranks(out: Tensor, lse: Tensor, heads: int, mailbox: Mailbox) -> Tensor:
@@ -110,7 +122,6 @@ def merge_ranks(out: Tensor, lse: Tensor, heads: int, mailbox: Mailbox) -> Tenso
             mailbox.polls,
             LATENT=latent,
             BLOCK=triton.next_power_of_2(latent),
-            BLOCK_SIZE=triton.next_power_of_2(mailbox.size),
-            **constants(mailbox, out),
+            **constants(mailbox, out, rows * heads),
         )
     return merged

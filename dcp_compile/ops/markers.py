@@ -27,15 +27,21 @@ define(
     "Tensor pending_u, Tensor pending_g, Tensor accepted, Tensor state_slots, Tensor positions, int layer, "
     "float scale, bool qk_l2norm) -> Tensor"
 )
+# Around a module that is traced for others of its kind, and in place of one whose calls are copied (see repeats.py).
+define("mark_enter(Tensor[] values, int call) -> Tensor[]")
+define("mark_leave(Tensor[] values, int call) -> Tensor[]")
+define("mark_repeat(Tensor[] values, Tensor[] like, int call, int original) -> Tensor[]")
 
 _LAYER_ARGUMENT = {"mark_latent": 6, "mark_attention": 3, "mark_conv": 6, "mark_recurrence": 12}
 NAMES = tuple(_LAYER_ARGUMENT)
+SPANS = ("mark_enter", "mark_leave", "mark_repeat")
+LAYER_ARGUMENT = {getattr(torch.ops.dcp, name).default: index for name, index in _LAYER_ARGUMENT.items()}
+"""Where a marker has its layer number."""
 
 
 def layer_of(node: torch.fx.Node) -> int:
     """Layer number a marker call belongs to."""
-    name = node.target.name().removeprefix("dcp::").removesuffix(".default")
-    return node.args[_LAYER_ARGUMENT[name]]
+    return node.args[LAYER_ARGUMENT[node.target]]
 
 
 def _refuse(name: str):
@@ -47,7 +53,7 @@ def _refuse(name: str):
     return run
 
 
-for _name in NAMES:
+for _name in (*NAMES, *SPANS):
     reference(_name)(_refuse(_name))
 
 
@@ -71,3 +77,22 @@ def _(
     q, k, v, g, beta, state, pending_k, pending_u, pending_g, accepted, state_slots, positions, layer, scale, qk_l2norm
 ) -> Tensor:
     return v.new_empty(v.shape)
+
+
+def _like(values) -> list[Tensor]:
+    return [value.new_empty_strided(value.shape, value.stride()) for value in values]
+
+
+@fake("mark_enter")
+def _(values, call) -> list[Tensor]:
+    return _like(values)
+
+
+@fake("mark_leave")
+def _(values, call) -> list[Tensor]:
+    return _like(values)
+
+
+@fake("mark_repeat")
+def _(values, like, call, original) -> list[Tensor]:
+    return _like(like)
