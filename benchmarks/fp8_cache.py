@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a float8 KV cache costs in accuracy and saves in memory: K3-mini on Python text against the uncompressed cache.
+"""What a float8 KV cache costs in accuracy and saves in memory: K3-mini on Python text, beside the uncompressed cache.
 
 ``python -m benchmarks.fp8_cache [--dtypes float32 bfloat16] [--scale 1.0] [--text FILE] [--out DIR]`` on a CPU or a GPU.
 """
@@ -65,7 +65,7 @@ def engine(captured: StepGraph, tokens: int, **settings: object) -> Engine:
 
 
 def logits_along(engine: Engine, ids: Tensor, prompt: int, rows: int = VERIFY_ROWS) -> Tensor:
-    """Logits ``[tokens - prompt + 1, vocab]`` along given ids ``[tokens]``: a prefill, then verify steps of ``rows``."""
+    """Logits ``[tokens - prompt + 1, vocab]`` along given ids ``[tokens]``: prefill, then verify steps of ``rows``."""
     with engine.open(1, len(ids)) as session:
         found = [session.prefill([ids[:prompt]])]
         for given in ids[prompt:].split(rows):
@@ -105,7 +105,8 @@ def compare(captured: StepGraph, ids: Tensor, prompt: int, new: int, kv_scale: f
     other = logits_along(float8, ids, prompt)
     same = (logits.argmax(dim=-1) == other.argmax(dim=-1)).float().mean()
     figures = {
-        "kv_scale": kv_scale, "bytes_per_token": bytes_per_token(exact), "bytes_per_token_float8": bytes_per_token(float8),
+        "kv_scale": kv_scale,
+        "bytes_per_token": bytes_per_token(exact), "bytes_per_token_float8": bytes_per_token(float8),
         "attention_error_mean": statistics.mean(comparing.errors), "attention_error_largest": max(comparing.errors),
         "logits_error": float((other - logits).norm() / logits.norm()),
         "logits_largest_difference": float((other - logits).abs().max()),

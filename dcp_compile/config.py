@@ -32,11 +32,11 @@ class DCPConfig:
         max_batch_size: requests held at once.
         max_seq_len: tokens one request may hold, prompt and new tokens together.
         prefill_chunk: prompt tokens per request that one prefill step takes.
-        kv_cache_dtype: "auto" (the model's) or the name of a floating-point torch dtype; "float8_e4m3fn" is the only one
-            of 8 bits. Holds for the target's cache and for that of a draft with latent attention; a draft with
+        kv_cache_dtype: "auto" (the model's) or the name of a floating-point torch dtype, of 8 bits "float8_e4m3fn"
+            only. Holds for the target's cache and for that of a draft with latent attention; a draft with
             grouped-query attention keeps its own dtype.
-        kv_cache_scale: what the values of a float8 cache are multiplied by when they are read. Stored is the value divided
-            by it; beyond +-448 times the scale values saturate.
+        kv_cache_scale: what the values of a float8 cache are multiplied by when they are read. Stored is the value
+            divided by it; beyond +-448 times the scale values saturate.
         backend, draft_backend: "auto" or the name of an attention backend.
         decode_layout: "split" (final prefix + short tail), "flattened" (every row its own bound), or "auto" (what the
             attention backend is best at).
@@ -131,8 +131,8 @@ def _check_dtype(name: str, value: object) -> None:
         )
     if dtype is not None and dtype.itemsize == 1 and dtype != torch.float8_e4m3fn:
         raise ConfigError(
-            f'{name}={value!r} is not supported: the one 8-bit type of a cache is "float8_e4m3fn"; choose that or a 16-bit '
-            "type"
+            f'{name}={value!r} is not supported: the one 8-bit type of a cache is "float8_e4m3fn"; choose that or a '
+            "16-bit type"
         )
 
 
@@ -142,6 +142,6 @@ def _check_scale(value: object, dtype: str) -> None:
         raise ConfigError(f"kv_cache_scale={value!r} must be a number from {low} to {high}, such as 1.0")
     if value != 1 and dtype != "float8_e4m3fn":
         raise ConfigError(
-            f"kv_cache_scale={value!r} with kv_cache_dtype={dtype!r}: only a float8 cache is scaled; leave the scale out or "
-            'choose kv_cache_dtype="float8_e4m3fn"'
+            f"kv_cache_scale={value!r} with kv_cache_dtype={dtype!r}: only a float8 cache is scaled; leave the scale "
+            'out or choose kv_cache_dtype="float8_e4m3fn"'
         )

@@ -25,7 +25,9 @@ _QUERY_AND_CACHE = "Tensor q_latent, Tensor q_rope, Tensor kv_cache, Tensor bloc
 _HOW = "float scale, str backend, float kv_scale=1.0"
 define(f"mla_rows({_QUERY_AND_CACHE}, Tensor requests, Tensor bounds, {_HOW}) -> (Tensor, Tensor)")
 define(f"mla_prefix({_QUERY_AND_CACHE}, Tensor prefix_bounds, {_HOW}) -> (Tensor, Tensor)")
-define(f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, {_HOW}) -> (Tensor, Tensor)")
+define(
+    f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, {_HOW}) -> (Tensor, Tensor)"
+)
 
 
 def _attend(
@@ -114,7 +116,9 @@ def attend_tail(
     return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale, kv_scale)
 
 
-def _call(name: str, operands: tuple[Tensor, ...], scale: float, backend: str, kv_scale: float) -> tuple[Tensor, Tensor]:
+def _call(
+    name: str, operands: tuple[Tensor, ...], scale: float, backend: str, kv_scale: float
+) -> tuple[Tensor, Tensor]:
     from ..backends import get_backend  # the registry imports the functions above
 
     scales = (scale,) if kv_scale == 1 else (scale, kv_scale)  # backends without float8 caches take no other

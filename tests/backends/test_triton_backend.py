@@ -42,8 +42,9 @@ def test_logits_are_those_of_the_reference(
         return logits_along(compile_graph(step, config, ParallelLayout())[0], ids, 9, rows=3)
 
     wanted, calls = logits(), []
-    for name in ("attend_rows", "attend_prefix", "attend_tail"):  # the engine asks the torch backend, which is for any device
+    for name in ("attend_rows", "attend_prefix", "attend_tail"):  # of the torch backend, which takes any device
         call = getattr(get_backend("triton"), name)
-        monkeypatch.setattr(get_backend("torch"), name, lambda *operands, call=call: calls.append(call) or call(*operands))
+        record = lambda *operands, call=call: calls.append(call) or call(*operands)  # noqa: E731
+        monkeypatch.setattr(get_backend("torch"), name, record)
     error = float((logits() - wanted).norm() / wanted.norm())
     assert calls and error < (3e-3 if cache else 1e-5), error

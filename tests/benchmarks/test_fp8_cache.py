@@ -14,8 +14,8 @@ PROMPT, ALONG = 64, 112
 
 
 def test_k3_mini_hardly_notices_a_float8_cache() -> None:
-    """Relative errors: attention outputs of every layer and step below 4 %, logits below 2 %; the best token is the same
-    at 95 % of 113 positions. An element of the cache is off by up to 6 %, its rounding errors by 2.6 % on average."""
+    """Relative errors: attention outputs of every layer and step below 4 %, logits below 2 %; the best token is the
+    same at 95 % of 113 positions. An element of the cache is off by up to 6 %, its rounding errors by 2.6 % on average."""
     model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(mini_path())(TEXT.read_text(), return_tensors="pt").input_ids[0]
     found = compare(capture(model), ids[: PROMPT + ALONG], PROMPT, new=8)
