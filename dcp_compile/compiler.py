@@ -31,6 +31,10 @@ from .runtime.planning import Plans, StandingPlan, Unplanned, planned
 from .runtime.replicated import replicated_block
 
 
+FLOAT8_CAPABILITY = (8, 9)
+"""First CUDA compute capability that Triton converts to and from float8_e4m3fn on."""
+
+
 @dataclass(frozen=True)
 class CompileReport:
     """What compilation did, for :func:`dcp_compile.explain`.
@@ -88,7 +92,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         rewritten = run_passes(graphs[verify], dataclasses.replace(context, verify=verify), PASSES[1:])
         if not verify:
             matched += rewritten
-    states = allocate_states(list(graphs.values()), requirements.kv_dtype)
+    states = allocate_states(list(graphs.values()))
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, device)
     programs = {verify: lower(graph, states, regions) for verify, graph in graphs.items()}
@@ -135,14 +139,14 @@ def compile_draft(
 
 
 def compile_replicated(step: DraftStep, engine: Engine) -> DraftEngine:
-    """The engine of a draft whose keys and values every rank keeps."""
+    """The engine of a draft whose keys and values every rank keeps, in the draft's own dtype."""
     config, draft = engine.config, step.draft
     page = config.block_size * engine.parallel.dcp_size
     pages = _context(config, engine.parallel).pages
     shape = pages, page, 2 * draft.config.num_key_value_heads * draft.config.head_dim
     caches = [torch.zeros(shape, dtype=draft.dtype, device=engine.device) for _ in draft.layers]
     block = replicated_block(step, caches, config.draft_window)
-    return _draft_engine(draft, engine, block, caches, (page, 0, 1, 1))
+    return _draft_engine(draft, engine, block, caches, (page, 0, 1, 1), kv_scale=1.0)
 
 
 def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
@@ -161,7 +165,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     if config.draft_window is not None:
         context = _windowed(context)
     results += run_passes(captured, context, PASSES[1:])
-    states = allocate_states([captured], requirements.kv_dtype)
+    states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, engine.device)
     block = lower(captured, states, regions)
@@ -175,13 +179,18 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     caches = [states[ref] for ref in sorted(states, key=lambda ref: ref.layer)]
     layout = config.block_size, parallel.dcp_rank, parallel.dcp_size, config.kv_interleave
     report = CompileReport(captured, results, choice, context.layout, requirements, path, regions)
-    return _draft_engine(draft, engine, block, caches, layout), report
+    return _draft_engine(draft, engine, block, caches, layout, context.kv_scale), report
 
 
 def _draft_engine(
-    draft: nn.Module, engine: Engine, block: StepProgram, caches: list[torch.Tensor], layout: tuple[int, int, int, int]
+    draft: nn.Module,
+    engine: Engine,
+    block: StepProgram,
+    caches: list[torch.Tensor],
+    layout: tuple[int, int, int, int],
+    kv_scale: float,
 ) -> DraftEngine:
-    """``layout``: block size, rank, ranks and interleave of the caches."""
+    """``layout``: block size, rank, ranks and interleave of the caches. kv_scale: of their values."""
     config = engine.config
     adaptive = config.verify == "adaptive"
     compiled = DraftEngine(
@@ -190,6 +199,7 @@ def _draft_engine(
         caches,
         engine.parallel,
         *layout,
+        kv_scale=kv_scale,
         width=_block_width(draft, config),
         window=config.draft_window,
         gives_confidence=adaptive and draft.confidence_head is not None,
@@ -219,7 +229,7 @@ def _matched(
     choice = backends.select_backend(requirements, backend)
     layouts = backends.get_backend(choice.name).capabilities.layouts
     layout = layouts[0] if config.decode_layout == "auto" else config.decode_layout
-    context = dataclasses.replace(context, backend=choice.name, layout=layout)
+    context = dataclasses.replace(context, backend=choice.name, layout=layout, kv_dtype=requirements.kv_dtype)
     return captured, context, choice, requirements, results
 
 
@@ -260,11 +270,13 @@ class DraftStep(nn.Module):
 
 def _check_available(config: DCPConfig, device: torch.device) -> None:
     """ConfigError for settings whose machinery does not exist, or not on this device; silence would hide that."""
-    if config.kv_cache_dtype.startswith("float8"):
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r}: 8-bit caches need a scale that nothing computes yet; use a 16- or "
-            "32-bit type"
-        )
+    if config.kv_cache_dtype == "float8_e4m3fn" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f'kv_cache_dtype="float8_e4m3fn" on compute capability {capability}: conversions to float8 need '
+                f'{FLOAT8_CAPABILITY} or higher; use "bfloat16"'
+            )
     if config.cuda_graphs is True and device.type != "cuda":
         raise ConfigError(
             f'cuda_graphs=True on a {device.type} device: there are no graphs to capture; leave it "auto"'
@@ -347,6 +359,7 @@ def _context(config: DCPConfig, parallel: ParallelLayout) -> PassContext:
         interleave=config.kv_interleave,
         block_size=config.block_size,
         pages=1 + config.max_batch_size * table_columns(config, parallel.dcp_size),
+        kv_scale=config.kv_cache_scale,
         state_slots=config.max_batch_size,
         verify_rows=config.num_speculative_tokens + 1,
         group=parallel.dcp_group.group_name if parallel.dcp_group is not None else None,

@@ -16,6 +16,8 @@ LOWERINGS = ("auto", "eager", "inductor")
 EXCHANGES = ("auto", "collectives", "peers")
 VERIFY_MODES = ("full", "adaptive")
 
+_SCALES = (1e-30, 1e30)  # float32 holds the scale, its reciprocal and 448 times it
+
 
 @dataclass(frozen=True)
 class DCPConfig:
@@ -30,7 +32,11 @@ class DCPConfig:
         max_batch_size: requests held at once.
         max_seq_len: tokens one request may hold, prompt and new tokens together.
         prefill_chunk: prompt tokens per request that one prefill step takes.
-        kv_cache_dtype: "auto" (the model's) or the name of a floating-point torch dtype.
+        kv_cache_dtype: "auto" (the model's) or the name of a floating-point torch dtype; "float8_e4m3fn" is the only one
+            of 8 bits. Holds for the target's cache and for that of a draft with latent attention; a draft with
+            grouped-query attention keeps its own dtype.
+        kv_cache_scale: what the values of a float8 cache are multiplied by when they are read. Stored is the value divided
+            by it; beyond +-448 times the scale values saturate.
         backend, draft_backend: "auto" or the name of an attention backend.
         decode_layout: "split" (final prefix + short tail), "flattened" (every row its own bound), or "auto" (what the
             attention backend is best at).
@@ -54,6 +60,7 @@ class DCPConfig:
     max_seq_len: int = 4096
     prefill_chunk: int = 256
     kv_cache_dtype: str = "auto"
+    kv_cache_scale: float = 1.0
     backend: str = "auto"
     draft_backend: str = "auto"
     decode_layout: str = "auto"
@@ -87,6 +94,7 @@ class DCPConfig:
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)!r} must be "auto" or the name of an attention backend')
         _check_dtype("kv_cache_dtype", self.kv_cache_dtype)
+        _check_scale(self.kv_cache_scale, self.kv_cache_dtype)
         if self.dcp_size is not None and self.tp_size > 1 and self.tp_size % self.dcp_size:
             raise ConfigError(
                 f"dcp_size={self.dcp_size} does not divide tp_size={self.tp_size}: the ranks of a DCP group are "
@@ -120,4 +128,20 @@ def _check_dtype(name: str, value: object) -> None:
     if value != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(
             f'{name}={value!r} must be "auto" or the name of a floating-point torch dtype, such as "bfloat16"'
+        )
+    if dtype is not None and dtype.itemsize == 1 and dtype != torch.float8_e4m3fn:
+        raise ConfigError(
+            f'{name}={value!r} is not supported: the one 8-bit type of a cache is "float8_e4m3fn"; choose that or a 16-bit '
+            "type"
+        )
+
+
+def _check_scale(value: object, dtype: str) -> None:
+    low, high = _SCALES
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"kv_cache_scale={value!r} must be a number from {low} to {high}, such as 1.0")
+    if value != 1 and dtype != "float8_e4m3fn":
+        raise ConfigError(
+            f"kv_cache_scale={value!r} with kv_cache_dtype={dtype!r}: only a float8 cache is scaled; leave the scale out or "
+            'choose kv_cache_dtype="float8_e4m3fn"'
         )

@@ -15,19 +15,14 @@ StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
 """``program(step inputs by name, on any device) -> graph outputs``; writes land in the state tensors it was bound to."""
 
 
-def allocate_states(graphs: list[StepGraph], kv_cache_dtype: torch.dtype | None = None) -> dict[StateRef, Tensor]:
-    """Zeroed tensors for every state input of the graphs, in the shapes the passes gave them.
-
-    Args:
-        kv_cache_dtype: element type of the KV caches; None keeps the model's.
-    """
+def allocate_states(graphs: list[StepGraph]) -> dict[StateRef, Tensor]:
+    """Zeroed tensors for every state input of the graphs, in the shapes and types the passes gave them."""
     states: dict[StateRef, Tensor] = {}
     for graph in graphs:
         for node, ref in graph.states.items():
             fake = node.meta["val"]
             if ref not in states:
-                dtype = kv_cache_dtype if kv_cache_dtype and ref.kind == "kv_cache" else fake.dtype
-                states[ref] = torch.zeros(tuple(fake.shape), dtype=dtype, device=fake.device)
+                states[ref] = torch.zeros(tuple(fake.shape), dtype=fake.dtype, device=fake.device)
     return states
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,7 +46,7 @@ def explain(model: PreTrainedModel) -> str:
     lines.append(f"one step: 1 prologue of {prologue} calls, body of {sum(census(graph.graph).values())} calls")
     if report.regions is not None:
         lines.append(_regions(report.regions))
-    lines += _memory(model._dcp_engine, parallel.dcp_size)
+    lines += _memory(model._dcp_engine, parallel.dcp_size, config.kv_cache_scale)
     lines += _communication(graph, parallel, report.path)
     if optimized.draft is not None:
         lines += _draft(optimized.draft, optimized.draft_report)
@@ -86,7 +87,7 @@ def _changes(result) -> str:
     return ", ".join(changed) or "-"
 
 
-def _memory(engine, dcp_size: int) -> list[str]:
+def _memory(engine, dcp_size: int, kv_scale: float) -> list[str]:
     caches = [tensor for ref, tensor in engine.states.items() if ref.kind == "kv_cache"]
     states = [tensor for ref, tensor in engine.states.items() if ref.kind != "kv_cache"]
     per_token = sum(tensor.shape[-1] * tensor.element_size() for tensor in caches)
@@ -94,13 +95,19 @@ def _memory(engine, dcp_size: int) -> list[str]:
     pool = sum(tensor.numel() * tensor.element_size() for tensor in caches)
     lines = [
         f"KV cache: {per_token} bytes per token, {per_token / dcp_size:g} per token and rank; "
-        f"{engine.pages.total} pages, {pool / 2**20:.1f} MiB on this rank"
+        f"{engine.pages.total} pages, {pool / 2**20:.1f} MiB on this rank; {_values(caches[0].dtype, kv_scale)}"
     ]
     if states:
         lines.append(
             f"recurrent state: {per_sequence} bytes ({per_sequence / 2**20:.2f} MiB) per sequence on this rank"
         )
     return lines
+
+
+def _values(dtype: torch.dtype, kv_scale: float) -> str:
+    """What the cache holds."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} times {kv_scale:g}" if dtype == torch.float8_e4m3fn else name
 
 
 def _weights(graph, config) -> str:

@@ -25,7 +25,6 @@ def _mla(
     requests,
     starts,
     bounds,
-    kv_scale,
     out,
     lse,
     rows,
@@ -41,6 +40,7 @@ def _mla(
     table_stride_b,
     table_stride_w,
     SCALE: tl.constexpr,
+    KV_SCALE: tl.constexpr,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -85,11 +85,7 @@ def _mla(
             other=0.0,
         )
 
-    factor = SCALE * LOG2_E
-    if kv_scale is not None:
-        key_scale = tl.load(kv_scale)
-        factor = factor * key_scale
-
+    factor = SCALE * LOG2_E * KV_SCALE
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log 2
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_LATENT], tl.float32)
@@ -137,9 +133,7 @@ def _mla(
             top = new_top
 
     some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
-    if kv_scale is not None:
-        acc = acc * key_scale
+    acc = acc / tl.where(some, total, 1.0)[:, None] * KV_SCALE
     target = (tl.program_id(1).to(tl.int64) * rows + row64) * HEADS + head
     if SPLIT:
         latent_mask = latent_mask & some[:, None]  # the merge does not read an empty part
@@ -171,7 +165,7 @@ def _launch(
     starts: Tensor | None,
     bounds: Tensor,
     scale: float,
-    kv_scale: Tensor | None,
+    kv_scale: float,
     splits: int | None,
     most_pairs: int = 64,
 ) -> tuple[Tensor, Tensor]:
@@ -201,7 +195,6 @@ def _launch(
         requests,
         starts,
         bounds,
-        kv_scale,
         part_out,
         part_lse,
         rows,
@@ -212,6 +205,7 @@ def _launch(
         kv_cache.stride(1),
         *block_table.stride(),
         SCALE=scale,
+        KV_SCALE=kv_scale,
         HEADS=heads,
         LATENT=latent,
         ROPE=q_rope.shape[2],
@@ -234,7 +228,7 @@ def mla_rows(
     requests: Tensor,
     bounds: Tensor,
     scale: float,
-    kv_scale: Tensor | None = None,
+    kv_scale: float = 1.0,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``dcp::mla_rows``: row t attends the local keys ``[0, bounds[t])`` of request ``requests[t]``.
@@ -245,7 +239,7 @@ def mla_rows(
         q_latent: ``[T, H, R]``. q_rope: ``[T, H, Dr]``. Any strides, float32, float16 or bfloat16.
         kv_cache: ``[pages, block_size, R + Dr]`` with unit stride in the last dim; that type or float8 e4m3.
         block_table: ``[B, columns]`` int32. requests, bounds: ``[T]`` int32.
-        kv_scale: ``[1]`` float32, what the values of the cache are multiplied by; None means 1.
+        kv_scale: what the values of the cache are multiplied by.
         splits: programs that share the keys of a row; None chooses from the shapes.
 
     Returns:
@@ -262,7 +256,7 @@ def mla_prefix(
     block_table: Tensor,
     prefix_bounds: Tensor,
     scale: float,
-    kv_scale: Tensor | None = None,
+    kv_scale: float = 1.0,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``dcp::mla_prefix``: each of the T / B rows of request b attends ``[0, prefix_bounds[b])``.
@@ -281,7 +275,7 @@ def mla_tail(
     prefix_bounds: Tensor,
     bounds: Tensor,
     scale: float,
-    kv_scale: Tensor | None = None,
+    kv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``dcp::mla_tail``: row t attends ``[prefix_bounds[requests[t]], bounds[t])``.
 

@@ -44,11 +44,11 @@ def check(graph: StepGraph, context: PassContext) -> None:
 
 
 def _describe_pool(site: MLASite, context: PassContext) -> None:
-    """Give the cache input the shape of the pool it will receive."""
+    """Give the cache input shape and element type of the pool it will receive."""
     stand_in = value(site.kv_cache)
     with stand_in.fake_mode:
         site.kv_cache.meta["val"] = stand_in.new_empty(
-            context.pages, context.block_size, site.latent_dim + site.rope_dim
+            context.pages, context.block_size, site.latent_dim + site.rope_dim, dtype=context.kv_dtype
         )
 
 

@@ -48,16 +48,17 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
         return add(operator.getitem, both, 0), add(operator.getitem, both, 1)
 
     query = (q_latent, q_rope, site.kv_cache, site.block_table)
+    how = (site.scale, context.backend, context.kv_scale)
     requests = add(dcp.row_requests.default, site.positions)
     visible = dcp.row_bounds if context.causal else dcp.block_bounds
     bounds = add(visible.default, site.positions, *place)
     if context.layout == "flattened":
-        out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, site.scale, context.backend)
+        out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, *how)
     else:
         prefix = add(dcp.prefix_bounds.default, site.prefix_lengths, *place)
-        out, lse = pair(dcp.mla_tail.default, *query, requests, prefix, bounds, site.scale, context.backend)
+        out, lse = pair(dcp.mla_tail.default, *query, requests, prefix, bounds, *how)
         if context.layout == "split":
-            parts = [pair(dcp.mla_prefix.default, *query, prefix, site.scale, context.backend), (out, lse)]
+            parts = [pair(dcp.mla_prefix.default, *query, prefix, *how), (out, lse)]
             outs = add(aten.stack.default, [part[0] for part in parts])
             lses = add(aten.stack.default, [part[1] for part in parts])
             out, lse = pair(dcp.merge_partials.default, outs, lses)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True)
 class PassContext:
@@ -14,6 +16,7 @@ class PassContext:
     Attributes:
         rank, dcp_size, interleave: this rank's place in the token layout.
         block_size, pages: tokens per page and pages of one rank's pool (page 0 is the null page).
+        kv_dtype, kv_scale: element type of the caches (None: the model's), and what their values are multiplied by.
         state_slots: sequences that hold recurrent state at once.
         verify_rows: rows a verify step may leave pending (M).
         verify: lower recurrent layers to their verify form.
@@ -29,6 +32,8 @@ class PassContext:
     interleave: int = 1
     block_size: int = 64
     pages: int = 2
+    kv_dtype: torch.dtype | None = None
+    kv_scale: float = 1.0
     state_slots: int = 1
     verify_rows: int = 1
     verify: bool = False

@@ -34,7 +34,7 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
             )
             latent = emit(aten.reshape.default, site.latent_new, [-1, site.latent_dim])
             rope = emit(aten.reshape.default, site.rope_new, [-1, site.rope_dim])
-            emit(dcp.kv_write.default, latent, rope, site.kv_cache, slots)
+            emit(dcp.kv_write.default, latent, rope, site.kv_cache, slots, context.kv_scale)
         matches += 1
     return PassResult("insert_kv_write", matches)
 

@@ -84,6 +84,25 @@ def test_known_cache_types(value: str) -> None:
     assert DCPConfig(kv_cache_dtype=value).kv_cache_dtype == value
 
 
+@pytest.mark.parametrize("value", ["float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_one_8_bit_type_is_supported(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype='{value}' .*\"float8_e4m3fn\"; choose that or a 16-bit type"):
+        DCPConfig(kv_cache_dtype=value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e-31, 1e31, "1", None, True])
+def test_scales_are_positive_and_finite(value: object) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_scale=.* must be a number from 1e-30 to 1e[+]30"):
+        DCPConfig(kv_cache_dtype="float8_e4m3fn", kv_cache_scale=value)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_only_float8_caches_are_scaled(dtype: str) -> None:
+    assert DCPConfig(kv_cache_dtype="float8_e4m3fn", kv_cache_scale=0.25).kv_cache_scale == 0.25
+    with pytest.raises(ConfigError, match=f"kv_cache_scale=0.25 with kv_cache_dtype='{dtype}': only a float8 cache is scaled"):
+        DCPConfig(kv_cache_dtype=dtype, kv_cache_scale=0.25)
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "60", None, True])
 def test_timeouts(value: object) -> None:
     with pytest.raises(ConfigError, match="timeout="):

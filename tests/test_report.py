@@ -43,7 +43,7 @@ def test_one_rank(hybrid: StepGraph) -> None:
     assert "ranks: dcp 1 (this is 0), tp 1 (this is 0), heads replicated, interleave 1, block 4" in text
     assert "attention: backend torch, layout split" in text
     assert text.endswith("collectives per step: none")
-    assert "KV cache: 160 bytes per token, 160 per token and rank; 18 pages, 0.0 MiB on this rank" in text
+    assert "KV cache: 160 bytes per token, 160 per token and rank; 18 pages, 0.0 MiB on this rank; float32\n" in text
     state = 2 * 4 * (4 * 16 * 16 + 3 * 3 * 4 * 16 + 192 * (3 + 3))  # states, records, windows, their records
     assert f"recurrent state: {state} bytes ({state / 2**20:.2f} MiB) per sequence on this rank" in text
     weights = sum(tensor.numel() * tensor.element_size() for tensor in hybrid.constants.values())
@@ -58,6 +58,18 @@ def test_every_backend_that_was_passed_over_has_its_reason(hybrid: StepGraph) ->
         assert re.search(rf"^  not {name}: .*device type cpu not supported", text, re.MULTILINE)
     named = dcp_compile.explain(Model(hybrid, CONFIG.replace(backend="torch"), ParallelLayout()))
     assert "  not " not in named
+
+
+def test_a_float8_cache_halves_the_bytes_and_rules_out_backends(hybrid: StepGraph) -> None:
+    """Half of 16 bits: 80 bytes become 40. What cannot read it says so."""
+    sixteen = dcp_compile.explain(Model(hybrid, CONFIG.replace(kv_cache_dtype="bfloat16"), ParallelLayout()))
+    assert "KV cache: 80 bytes per token, 80 per token and rank; 18 pages, 0.0 MiB on this rank; bfloat16\n" in sixteen
+    config = CONFIG.replace(kv_cache_dtype="float8_e4m3fn", kv_cache_scale=0.5)
+    text = dcp_compile.explain(Model(hybrid, config, ParallelLayout()))
+    assert "KV cache: 40 bytes per token, 40 per token and rank; 18 pages" in text and "; float8_e4m3fn times 0.5\n" in text
+    for name in set(backends.registry._BACKENDS) - {"torch"}:
+        (line,) = re.findall(rf"^  not {name}: .*", text, re.MULTILINE)
+        assert ("kv cache dtype torch.float8_e4m3fn not supported" in line) == (name != "triton")
 
 
 def test_calls_before_and_after_every_pass(hybrid: StepGraph) -> None:

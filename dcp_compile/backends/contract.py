@@ -90,7 +90,11 @@ class AttentionRequirements:
 
 
 class AttentionBackend(Protocol):
-    """The three calls of :mod:`dcp_compile.ops.mla`, for one device and library."""
+    """The three calls of :mod:`dcp_compile.ops.mla`, for one device and library.
+
+    A backend that declares float8 caches takes one more number behind ``scale``: ``kv_scale: float = 1.0``, what the
+    values of the cache are multiplied by. It is given if it is not 1.
+    """
 
     name: str
     capabilities: BackendCapabilities

@@ -8,6 +8,8 @@ and -inf.
 
 ``backend`` names the registered attention backend that runs the call (see :mod:`dcp_compile.backends`); the functions
 ``attend_*`` here are the torch backend and the specification of all others.
+
+``kv_scale`` is what the values of the cache are multiplied by when they are read; 1 unless the cache is float8.
 """
 
 from __future__ import annotations
@@ -20,12 +22,10 @@ from torch import Tensor
 from ._library import compute_dtype, define, fake, reference
 
 _QUERY_AND_CACHE = "Tensor q_latent, Tensor q_rope, Tensor kv_cache, Tensor block_table"
-define(f"mla_rows({_QUERY_AND_CACHE}, Tensor requests, Tensor bounds, float scale, str backend) -> (Tensor, Tensor)")
-define(f"mla_prefix({_QUERY_AND_CACHE}, Tensor prefix_bounds, float scale, str backend) -> (Tensor, Tensor)")
-define(
-    f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, float scale, str backend) "
-    "-> (Tensor, Tensor)"
-)
+_HOW = "float scale, str backend, float kv_scale=1.0"
+define(f"mla_rows({_QUERY_AND_CACHE}, Tensor requests, Tensor bounds, {_HOW}) -> (Tensor, Tensor)")
+define(f"mla_prefix({_QUERY_AND_CACHE}, Tensor prefix_bounds, {_HOW}) -> (Tensor, Tensor)")
+define(f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, {_HOW}) -> (Tensor, Tensor)")
 
 
 def _attend(
@@ -37,6 +37,7 @@ def _attend(
     starts: Tensor,
     bounds: Tensor,
     scale: float,
+    kv_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Row t attends the local keys ``[starts[t], bounds[t])`` of request ``requests[t]``."""
     latent = q_latent.shape[-1]
@@ -52,7 +53,7 @@ def _attend(
             continue
         first -= first % block_size  # read whole pages, and none before the first key that is seen
         pages = block_table[request, first // block_size : -(-longest // block_size)].long()
-        keys = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[: longest - first].to(dtype)
+        keys = kv_cache[pages].reshape(-1, kv_cache.shape[-1])[: longest - first].to(dtype) * kv_scale
         index = torch.arange(first, longest, device=keys.device)
         seen = (index >= starts[rows, None]) & (index < bounds[rows, None])
         keys = torch.where(seen.any(dim=0)[:, None], keys, 0.0)  # unwritten cache rows may hold NaN
@@ -73,21 +74,28 @@ def attend_rows(
     requests: Tensor,
     bounds: Tensor,
     scale: float,
+    kv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Row t attends the local keys ``[0, bounds[t])`` of request ``requests[t]``."""
     starts = torch.zeros_like(bounds)
-    return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale)
+    return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale, kv_scale)
 
 
 def attend_prefix(
-    q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, block_table: Tensor, prefix_bounds: Tensor, scale: float
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    prefix_bounds: Tensor,
+    scale: float,
+    kv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Every row of request b attends the local keys ``[0, prefix_bounds[b])``."""
     batch = prefix_bounds.shape[0]
     rows = q_latent.shape[0] // max(batch, 1)
     requests = torch.arange(batch, device=q_latent.device).repeat_interleave(rows)
     bounds = prefix_bounds.repeat_interleave(rows)
-    return attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
+    return attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale, kv_scale)
 
 
 def attend_tail(
@@ -99,33 +107,36 @@ def attend_tail(
     prefix_bounds: Tensor,
     bounds: Tensor,
     scale: float,
+    kv_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Row t attends the local keys ``[prefix_bounds[requests[t]], bounds[t])``."""
     starts = prefix_bounds[requests.long()]
-    return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale)
+    return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale, kv_scale)
 
 
-def _backend(name: str):
+def _call(name: str, operands: tuple[Tensor, ...], scale: float, backend: str, kv_scale: float) -> tuple[Tensor, Tensor]:
     from ..backends import get_backend  # the registry imports the functions above
 
-    return get_backend(name)
+    scales = (scale,) if kv_scale == 1 else (scale, kv_scale)  # backends without float8 caches take no other
+    return getattr(get_backend(backend), name)(*operands, *scales)
 
 
 @reference("mla_rows")
-def _mla_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale, backend):
-    return _backend(backend).attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
+def _mla_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale, backend, kv_scale=1.0):
+    operands = q_latent, q_rope, kv_cache, block_table, requests, bounds
+    return _call("attend_rows", operands, scale, backend, kv_scale)
 
 
 @reference("mla_prefix")
-def _mla_prefix(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, backend):
-    return _backend(backend).attend_prefix(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale)
+def _mla_prefix(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, backend, kv_scale=1.0):
+    operands = q_latent, q_rope, kv_cache, block_table, prefix_bounds
+    return _call("attend_prefix", operands, scale, backend, kv_scale)
 
 
 @reference("mla_tail")
-def _mla_tail(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend):
-    return _backend(backend).attend_tail(
-        q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale
-    )
+def _mla_tail(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0):
+    operands = q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds
+    return _call("attend_tail", operands, scale, backend, kv_scale)
 
 
 def _shapes(q_latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,15 +145,15 @@ def _shapes(q_latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @fake("mla_rows")
-def _(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale, backend):
+def _(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale, backend, kv_scale=1.0):
     return _shapes(q_latent)
 
 
 @fake("mla_prefix")
-def _(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, backend):
+def _(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, backend, kv_scale=1.0):
     return _shapes(q_latent)
 
 
 @fake("mla_tail")
-def _(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend):
+def _(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0):
     return _shapes(q_latent)

@@ -30,6 +30,7 @@ class DraftEngine:
         model: the draft (its projections of target states and its Markov head are not rewritten).
         block: program of one block step. caches: its KV cache per layer.
         block_size, dcp_rank, dcp_size, interleave: token layout of the caches; those of one rank if they are replicated.
+        kv_scale: what the values of the caches are multiplied by when they are read; 1 unless they are float8.
         width: most tokens one block proposes.
         window: context tokens a block sees, the latest ones; None = all.
         gives_confidence: proposals come with the confidence head's opinion of them, for adaptive verification.
@@ -45,6 +46,7 @@ class DraftEngine:
     dcp_rank: int
     dcp_size: int
     interleave: int
+    kv_scale: float
     width: int
     window: int | None = None
     gives_confidence: bool = False
@@ -101,7 +103,7 @@ class DraftEngine:
         for cache, pair in zip(self.caches, self.model.context_entries(context, row_positions)):
             # [1, groups, T, width] -> [T, groups * width]: latent and rope key, or keys and values.
             first, second = (entry[0].transpose(0, 1).flatten(1) for entry in pair)
-            torch.ops.dcp.kv_write(first, second, cache, slots)
+            torch.ops.dcp.kv_write(first, second, cache, slots, self.kv_scale)
 
     def follow(self, anchors: Tensor, base: Tensor) -> Tensor:
         """Greedy tokens ``[B, K]`` of a block with base logits ``[B, K, V]``: each biases the logits of the next.

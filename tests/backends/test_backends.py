@@ -52,6 +52,19 @@ def test_a_gpu_backend_is_refused_on_a_cpu_even_by_name(name: str) -> None:
         select_backend(ON_CPU, name)
 
 
+def test_a_float8_cache_goes_to_triton_on_a_gpu() -> None:
+    need = dataclasses.replace(NEED, latent=512, rope=64, page_size=64, layout="auto", kv_dtype=torch.float8_e4m3fn)
+    for capability in ((9, 0), (10, 0)):
+        able = [
+            name for name, backend in registry._BACKENDS.items()
+            if not rejections(backend.capabilities, dataclasses.replace(need, compute_capability=capability), True)
+        ]  # fmt: skip
+        assert able == ["triton", "torch"]
+    for name in set(registry._BACKENDS) - {"triton", "torch"}:
+        reasons = rejections(get_backend(name).capabilities, need, True)
+        assert any(reason.startswith("kv cache dtype torch.float8_e4m3fn not supported") for reason in reasons)
+
+
 @pytest.mark.parametrize("name", registry._BACKENDS)
 def test_every_backend_reports_what_is_missing_without_raising(name: str) -> None:
     missing = get_backend(name).unavailable()

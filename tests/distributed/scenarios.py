@@ -26,6 +26,7 @@ import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import dcp_compile
+from benchmarks.fp8_cache import logits_along
 from dcp_compile import DCPConfig
 from dcp_compile.capture import StepGraph, capture
 from dcp_compile.compiler import compile_graph
@@ -192,6 +193,23 @@ def groups() -> dict:
         "tp 1, dcp 3": failure(lambda: place(1, 3)),
         "tp 8, dcp 2": failure(lambda: place(8, 2)),
     }
+
+
+@scenario(2)
+def float8_cache() -> dict:
+    """Relative error of logits against those of one rank, both with a float8 cache: by layout, and against no float8."""
+    config = CONFIG.replace(num_speculative_tokens=3, prefill_chunk=6, kv_interleave=2)
+    float8 = {"kv_cache_dtype": "float8_e4m3fn", "kv_cache_scale": 0.5}
+    ids = torch.randint(3, 100, (35,), generator=torch.Generator().manual_seed(5))
+
+    def logits(**settings: Any) -> torch.Tensor:
+        changed = config.replace(**settings)
+        parallel = parallel_layout(changed, torch.device("cpu"))
+        return logits_along(compile_graph(compiled_step()[1], changed, parallel)[0], ids, 21, rows=4)
+
+    alone = logits(dcp_size=1, **float8)
+    found = {layout: logits(decode_layout=layout, **float8) for layout in ("split", "flattened")}
+    return {name: float((other - alone).norm() / alone.norm()) for name, other in {**found, "exact": logits()}.items()}
 
 
 @scenario(4)

@@ -77,8 +77,8 @@ def cases() -> dict[str, Callable[[], object]]:
             mla_hopper.mla_rows: (per_row, per_row),
             mla_hopper.mla_prefix: (per_request,),
         }[call]
-        kv_scale = dict(kv_scale=torch.ones(1)) if kv_dtype else {}
-        return call(q[..., :512], q[..., 512:], cache, table, *metadata, 192**-0.5, **kv_scale)
+        kv_scale = (2.5,) if kv_dtype else ()
+        return call(q[..., :512], q[..., 512:], cache, table, *metadata, 192**-0.5, *kv_scale)
 
     def delta(rows, verify):
         q = torch.empty(2, rows, 96, 128, dtype=torch.bfloat16)
@@ -106,8 +106,7 @@ def cases() -> dict[str, Callable[[], object]]:
     def write(dtype):
         rows = torch.empty(8, 576, dtype=torch.bfloat16)
         cache = torch.empty(3, 64, 576, dtype=dtype)
-        scale = torch.ones(1) if dtype == torch.float8_e4m3fn else None
-        kv_write(rows[:, :512], rows[:, 512:], cache, torch.empty(8, dtype=torch.int64), scale)
+        kv_write(rows[:, :512], rows[:, 512:], cache, torch.empty(8, dtype=torch.int64), 2.5)
 
     def merged(parts, rows):
         merge_partials(torch.empty(parts, rows, 96, 512), torch.empty(parts, rows, 96))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -51,34 +52,23 @@ def test_padding_rows_touch_no_slot(device: str) -> None:
     assert cache[0, 0].tolist() == [1, 1, 1, 1, 0, 0] and (cache.view(-1, 6)[1:] == 7).all()
 
 
-def check_float8(values, scale, slots, latent, device):
-    """``values [T, latent + rope]`` arrive at ``slots`` as the nearest float8 of ``value / scale``."""
-    cache = torch.zeros(3, 4, values.shape[1]).to(torch.float8_e4m3fn).to(device)
-    kv_scale = None if scale is None else torch.tensor([scale], device=device)
-    kv_write(values[:, :latent].to(device), values[:, latent:].to(device), cache, slots.to(device), kv_scale)
-    want = (values * (1 / torch.tensor(scale or 1.0))).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    stored = cache.cpu().view(-1, values.shape[1]).float()
-    assert torch.equal(stored[slots[slots >= 0]].nan_to_num(9e9), want[slots >= 0].nan_to_num(9e9))
-    untouched = torch.ones(len(stored), dtype=torch.bool)
-    untouched[slots[slots >= 0]] = False
-    assert (stored[untouched] == 0).all()
-
-
-@pytest.mark.seeds(5)
-@pytest.mark.parametrize("scale", [None, 0.125, 4.0])
-def test_float8_cache(draw: random.Random, device: str, scale: float | None) -> None:
-    """Values that need no rounding (the interpreter rounds wrongly), and values out of range."""
-    values = (torch.randn(6, 30) * 50).to(torch.float8_e4m3fn).float() * (scale or 1.0)
-    values[0, :2] = torch.tensor([1e6, -1e6])
-    check_float8(values, scale, torch.tensor([4, 11, -1, 6, 7, 8]), draw.choice([24, 30, 1]), device)
-
-
-@pytest.mark.gpu
-@pytest.mark.seeds(5)
-def test_float8_rounding(draw: random.Random) -> None:
-    values = torch.randn(6, 30) * 50
-    values[0, :3] = torch.tensor([1e6, -1e6, float("nan")])
-    check_float8(values, draw.choice([None, 0.3, 2.7]), torch.tensor([4, 11, -1, 6, 7, 8]), 24, "cuda")
+@pytest.mark.seeds(6)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_float8_cache(draw: random.Random, device: str, dtype: torch.dtype) -> None:
+    """Exactly the reference: rounding to nearest, values around zero and out of range, infinities and NaN."""
+    scale, latent = draw.choice([1.0, 0.125, 0.3, 2.7, 4]), draw.choice([24, 30, 1])
+    values = torch.randn(6, 30) * 2.0 ** torch.randint(-14, 9, (6, 30))
+    values[0, :5] = torch.tensor([1e4, -1e4, math.nan, math.inf, -math.inf])
+    values = values.to(dtype)
+    slots = torch.tensor([4, 11, -1, 6, 7, 8])
+    cache = torch.full((3, 4, 30), 7.0).to(torch.float8_e4m3fn)
+    want, cache = cache.clone(), cache.to(device)
+    rows = values[:, :latent], values[:, latent:]
+    reference.kv_write(*rows, want, slots, scale)
+    kv_write(*(row.to(device) for row in rows), cache, slots.to(device), scale)
+    stored, want = cache.cpu().float().nan_to_num(1000), want.float().nan_to_num(1000)
+    assert torch.equal(stored, want)
+    assert stored.view(-1, 30)[4, :5].tolist() == [448, -448, 1000, 448, -448]
 
 
 @pytest.mark.gpu

@@ -200,18 +200,30 @@ def test_empty_rank_of_a_ragged_batch(device: str) -> None:
 
 @pytest.mark.seeds(5)
 def test_float8_cache(draw: random.Random, device: str) -> None:
-    call = make_call(draw, 2, 4, 3, torch.float16)
-    scale = 0.5
-    cache = call.kv_cache.float().nan_to_num(1.0).to(torch.float8_e4m3fn)
+    """A NaN in an unwritten row stays unseen; the scale counts for keys and for values."""
+    dtype, scale = draw.choice(DTYPES), draw.choice([1.0, 0.5, 2.7, 4])
+    call = make_call(draw, 2, 4, 3, dtype)
+    cache = call.kv_cache.float().to(torch.float8_e4m3fn)
+    assert cache.float().isnan().any()
     requests = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
     bounds = torch.tensor([call.lengths[r] for r in requests.tolist()], dtype=torch.int32)
+    starts = torch.tensor([draw.randint(0, length) for length in call.lengths], dtype=torch.int32)
     q_latent, q_rope, _, table = call.inputs(device)
-    got = mla_rows(
-        q_latent, q_rope, cache.to(device), table, requests.to(device), bounds.to(device), call.scale,
-        torch.tensor([scale], device=device), splits=split_choice(draw),
-    )  # fmt: skip
-    exact = call.q_latent.double(), call.q_rope.double(), cache.double() * scale, call.block_table
-    check(got, mla.attend_rows(*exact, requests, bounds, call.scale), torch.float16)
+    given = q_latent, q_rope, cache.to(device), table
+    exact = call.q_latent.double(), call.q_rope.double(), cache.double(), call.block_table
+    scaled = *exact[:2], cache.double() * scale, exact[3]
+    splits = split_choice(draw)
+    for kernel, attend, lengths in (
+        (mla_rows, mla.attend_rows, (requests, bounds)),
+        (mla_prefix, mla.attend_prefix, (starts,)),
+        (mla_tail, mla.attend_tail, (requests, starts, bounds)),
+    ):
+        options = {} if kernel is mla_tail else {"splits": splits}
+        got = kernel(*given, *(part.to(device) for part in lengths), call.scale, scale, **options)
+        want = attend(*exact, *lengths, call.scale, scale)
+        check(got, want, dtype)
+        for one, other in zip(want, attend(*scaled, *lengths, call.scale)):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.gpu

@@ -43,6 +43,24 @@ def test_rows_are_stored_in_the_type_of_the_cache(cache_dtype: torch.dtype) -> N
     assert cache.float().abs().sum() == 3.75
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 3])
+def test_a_float8_cache_stores_quotients_and_saturates(dtype: torch.dtype, scale: float) -> None:
+    """To the nearest of 3 bits of mantissa, ties to even; no finite or infinite value becomes NaN."""
+    stored = [1.0, 1.0625, 1.1875, -448.0, 447.0, 480.0, 1e9, -torch.inf, 2.0**-9, 2.0**-11, torch.nan]
+    values = (torch.tensor([stored], dtype=torch.float64) * scale).to(dtype)
+    cache = torch.zeros(2, 2, 11, dtype=torch.float8_e4m3fn)
+    kv_write(values[:, :8], values[:, 8:], cache, torch.tensor([3]), scale)
+    found = cache[1, 1].float().nan_to_num(1000).tolist()
+    assert found == [1.0, 1.0, 1.25, -448.0, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, 1000.0]
+
+
+def test_other_caches_have_no_scale() -> None:
+    cache = torch.zeros(2, 2, 3)
+    kv_write(torch.tensor([[1e6, -2.0]]), torch.tensor([[0.25]]), cache, torch.tensor([3]), 4.0)
+    assert cache[1, 1].tolist() == [1e6, -2.0, 0.25]
+
+
 def test_padding_rows_do_not_reach_the_last_slot() -> None:
     """-1 would be a valid index: the last row of the last page."""
     cache = torch.zeros(5, 16, 3)

@@ -110,6 +110,19 @@ def test_an_eight_bit_cache_is_read() -> None:
     close(case.rows(0), case.dense(), 1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.5, 3])
+def test_values_of_the_cache_are_scaled_when_they_are_read(scale: float) -> None:
+    case = random_sequences(torch.Generator().manual_seed(4), Sharding(1, 1, 4), 2, 3, torch.float32)
+    cache, scaled = case.caches[0].to(torch.float8_e4m3fn), case.caches[0].to(torch.float8_e4m3fn).float() * scale
+    requests, bounds = dcp.row_requests(case.positions), dcp.row_bounds(case.positions, 0, 1, 1)
+    prefix = dcp.prefix_bounds(torch.tensor(case.before) // 2, 0, 1, 1)
+    for call, lengths in (
+        (dcp.mla_rows, (requests, bounds)), (dcp.mla_prefix, (prefix,)), (dcp.mla_tail, (requests, prefix, bounds)),
+    ):  # fmt: skip
+        found = call(*case.queries, cache, case.table, *lengths, case.scale, "torch", scale)
+        close(found, call(*case.queries, scaled, case.table, *lengths, case.scale, "torch"), 1e-6)
+
+
 @examples(30)
 @given(generator=generators())
 def test_strides_of_the_operands_do_not_matter(generator) -> None:

@@ -27,8 +27,8 @@ def test_each_layer_writes_its_latents_to_its_own_slots(captured: Captured) -> N
     assert result.matches == len(writes) == len(graph.sites)
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for site, write in zip(graph.sites, writes):
-        latent, rope, cache, slots = write.args
-        assert cache is site.kv_cache
+        latent, rope, cache, slots, kv_scale = write.args
+        assert cache is site.kv_cache and kv_scale == 1
         assert latent.args[0] is site.latent_new and rope.args[0] is site.rope_new
         assert slots.target is dcp.cp_local_slot.default
         assert slots.args == (site.positions, site.block_table, CONTEXT.block_size, 0, 1, 1)

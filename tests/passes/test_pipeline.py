@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dcp_compile.errors import InvariantError
+from dcp_compile.lower import allocate_states
 from dcp_compile.passes import PASSES, PassResult, run_passes
 from dcp_compile.passes.fingerprint import graph_fingerprint
 from dcp_compile.passes.graph_tools import METADATA, aten, dcp, nodes_of
@@ -207,3 +208,21 @@ def test_metadata_is_named_once_per_kind(deepseek: Captured) -> None:
     run_passes(graph, CONTEXT)
     assert nodes_of(graph.graph, *METADATA) == []
     assert [node.target for node in nodes_of(graph.prologue.graph, *METADATA)] == [dcp.step_metadata.default]
+
+
+@pytest.mark.parametrize("layout, reads", [("split", [dcp.mla_prefix, dcp.mla_tail]), ("flattened", [dcp.mla_rows])])
+@pytest.mark.parametrize("dcp_size", [1, 2])
+def test_a_float8_cache_is_written_and_read_by_one_scale(deepseek: Captured, layout, reads, dcp_size: int) -> None:
+    """The scale is a constant of the graph, and the caches that will be allocated are described as float8."""
+    graph = deepseek.graph()
+    context = dataclasses.replace(
+        CONTEXT, layout=layout, dcp_size=dcp_size, group="ranks" if dcp_size > 1 else None,
+        kv_dtype=torch.float8_e4m3fn, kv_scale=0.25,
+    )  # fmt: skip
+    run_passes(graph, context, PASSES)
+    for operator in (dcp.kv_write, *reads):
+        calls = nodes_of(graph.graph, operator.default)
+        assert len(calls) == len(graph.sites) and {call.args[-1] for call in calls} == {0.25}
+    assert {state.dtype for ref, state in allocate_states([graph]).items() if ref.kind == "kv_cache"} == {
+        torch.float8_e4m3fn
+    }

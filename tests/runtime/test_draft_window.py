@@ -27,6 +27,17 @@ def test_blocks_see_the_window_and_themselves(layout: str, fresh_seed: int) -> N
     assert check_window(seed=fresh_seed, windows=windows, dcp_size=1, decode_layout=layout) < 1e-9
 
 
+def test_blocks_read_a_float8_context_by_its_scale(fresh_seed: int) -> None:
+    """A power of two changes no rounding, so the error stays; a context written with another scale than it is read with
+    would make it several times larger."""
+    unscaled, scaled = (
+        check_window(seed=fresh_seed, windows=[9, None], dcp_size=1, kv_cache_dtype="float8_e4m3fn", kv_cache_scale=scale)
+        for scale in (1.0, 2.0**-3)
+    )
+    assert unscaled > 1e-3
+    assert scaled == pytest.approx(unscaled, rel=0.1)
+
+
 def compiled(**settings):
     draft = tiny_draft(0)
     captured = capture(DraftStep(draft, *target_heads(draft, 0)), ("hidden_states",))

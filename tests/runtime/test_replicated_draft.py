@@ -22,6 +22,11 @@ def test_blocks_see_the_window_and_themselves(kind: str, fresh_seed: int) -> Non
     assert check_window(seed=fresh_seed, kind=kind, windows=windows, dcp_size=1) < 1e-9
 
 
+def test_it_keeps_its_dtype_beside_a_float8_cache(fresh_seed: int) -> None:
+    cache = {"kv_cache_dtype": "float8_e4m3fn", "kv_cache_scale": 2.0**-5}
+    assert check_window(seed=fresh_seed, kind="grouped", windows=[9, None], dcp_size=1, **cache) < 1e-9
+
+
 def draft_for(config, seed: int, **overrides):
     return gqa_draft(
         seed,
