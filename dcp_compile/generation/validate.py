@@ -78,6 +78,8 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     if input_ids is not None and (input_ids.dim() != 2 or 0 in input_ids.shape):
         raise GenerationError(f"input_ids has shape {list(input_ids.shape)}; expected [rows, columns] both at least 1")
     mask = arguments.get("attention_mask")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise GenerationError(f"attention_mask is a {_describe(mask)}; expected a tensor (return_tensors='pt')")
     if input_ids is not None and mask is not None:
         _check_mask_shape(input_ids, mask)
 

@@ -68,6 +68,7 @@ REFUSED = {
     "right_padding": ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding_side='left'"),
     "hole": ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding_side='left'"),
     "empty_prompt": ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "empty"),
+    "mask_list": ({"attention_mask": [[1, 1, 1, 1]]}, "attention_mask is a list; expected a tensor"),
     "mask_shape": ({"attention_mask": torch.tensor([[1, 1, 1]])}, "equal"),
     "no_rows": ({"input_ids": torch.zeros(0, 4, dtype=torch.int64)}, r"\[0, 4\]"),
     "no_columns": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, r"\[1, 0\]"),
