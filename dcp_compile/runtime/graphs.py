@@ -146,13 +146,7 @@ class GraphRunner:
             with plan:
                 return self._program({**staging.device, "row_positions": positions, "logit_rows": logit_rows})
 
-        try:
-            graph, outputs = _record(run, pool)
-        except Exception as error:
-            raise CaptureError(
-                f"a step of {batch} requests x {rows} rows cannot be captured as a CUDA graph: {error}. Pass "
-                "cuda_graphs=False to run without graphs"
-            ) from error
+        graph, outputs = _record(run, pool, f"a step of {batch} requests x {rows} rows")
         return Bucket(staging, plan, logit_rows, graph, outputs)
 
 
@@ -167,6 +161,9 @@ class ReplayedCall:
         places: leading sizes of the buckets.
         inputs: per place, the shape, dtype and neutral value of every input.
         pool: memory pool of the graphs.
+
+    Raises:
+        CaptureError: the function cannot be captured.
     """
 
     def __init__(
@@ -181,7 +178,8 @@ class ReplayedCall:
         for place in sorted(places, reverse=True):
             neutral = [value for *_, value in inputs(*place)]
             buffers = [torch.full(shape, value, dtype=dtype, device=device) for shape, dtype, value in inputs(*place)]
-            graph, result = _record(lambda: function(*buffers), pool)
+            what = f"{function.__name__.strip('_')} for sizes {place}"
+            graph, result = _record(lambda: function(*buffers), pool, what)
             self._buckets[place] = buffers, neutral, graph, result
 
     def holds(self, *place: int) -> bool:
@@ -199,8 +197,8 @@ class ReplayedCall:
         return None if result is None else result[: place[0]]
 
 
-def _record(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Warm up on a side stream, as capture wants it, then capture."""
+def _record(run: Callable[[], Result], pool: tuple[int, int], what: str) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Warm up on a side stream, as capture wants it, then capture; CaptureError says that ``what`` cannot be captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -208,8 +206,13 @@ def _record(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cud
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = run()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            result = run()
+    except Exception as error:
+        raise CaptureError(
+            f"{what} cannot be captured as a CUDA graph: {error}. Pass cuda_graphs=False to run without graphs"
+        ) from error
     return graph, result
 
 
