@@ -59,6 +59,7 @@ __all__ = [
     "flatten",
     "get_implementations",
     "graph_module",
+    "has_global_hooks",
     "is_output_capturing",
     "is_view",
     "may_copy",
@@ -275,6 +276,13 @@ def traceable_experts(model: nn.Module) -> str:
     the host there (its fallback calls ``tolist``), so batched_mm takes its place."""
     parameter = next(model.parameters())
     return "batched_mm" if parameter.is_cuda and parameter.dtype != torch.bfloat16 else "grouped_mm"
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that run for every module (torch 2.11 - 2.13)."""
+    from torch.nn.modules import module
+
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def is_output_capturing(hook: Callable) -> bool:

@@ -40,7 +40,8 @@ def _watched(name: str) -> Callable:
     plain = getattr(int, name)
 
     def compare(self: LayerNumber, other: object):
-        if len({plain(layer, other) for layer in range(self.layers)}) > 1:
+        answers = {plain(layer, other) for layer in range(self.layers)}
+        if len(answers) > 1 or NotImplemented in answers:  # then the other operand is asked, a float for instance
             self.used()
         return plain(self, other)
 
@@ -53,12 +54,17 @@ def _watched(name: str) -> Callable:
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 for _name in (*_COMPARISONS, "__hash__", "__bool__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__",
-              "__mod__", "__floordiv__", "__truediv__", "__and__", "__neg__", "__float__"):  # fmt: skip
+              "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__", "__truediv__", "__rtruediv__", "__divmod__",
+              "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__",
+              "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__neg__", "__abs__", "__invert__", "__float__",
+              "__int__", "__str__", "__repr__", "__format__"):  # fmt: skip
     setattr(LayerNumber, _name, _watched(_name))
 
 
 def places_of(model: nn.Module) -> dict[nn.Module, Place]:
-    """The elements of every module list, and those of their parts that are made of parts."""
+    """The elements of every module list, and those of their parts that are made of parts, unless somebody changed them."""
+    if _compat.has_global_hooks():
+        return {}
     config = model.config.get_text_config()
     places: dict[nn.Module, Place] = {}
     inside: set[nn.Module] = set()
@@ -72,11 +78,31 @@ def places_of(model: nn.Module) -> dict[nn.Module, Place]:
             parts = {name: part for name, part in layer.named_children() if next(part.children(), None) is not None}
             for name, module in {"": layer, **parts}.items():
                 indices = {vars(part)["layer_idx"] for part in module.modules() if "layer_idx" in vars(part)}
-                if len(indices) <= 1:
-                    where = f"{path}.{number}.{name}".rstrip(".")
+                if len(indices) > 1 or any(map(_is_changed, module.modules())):
+                    continue
+                try:
                     build = str((sign(told, {}), _build(module)))
-                    places[module] = Place(where, type(module), next(iter(indices), None), build)
+                except (RecursionError, ValueError):  # attributes that hold themselves, or cells without a value
+                    continue
+                where = f"{path}.{number}.{name}".rstrip(".")
+                places[module] = Place(where, type(module), next(iter(indices), None), build)
     return places
+
+
+def _is_changed(part: nn.Module) -> bool:
+    """Whether a module has hooks, or functions in place of its class's methods: what foreign code depends on is unknown."""
+    if any(_hooks(part)):
+        return True
+    return any(
+        callable(getattr(type(part), name, None)) and not getattr(value, "__module__", "").startswith("dcp_compile.")
+        for name, value in vars(part).items()
+    )
+
+
+def _hooks(part: nn.Module) -> list[Callable]:
+    """Hooks of a module, without those by which transformers collects outputs."""
+    held = (value or {} for name, value in vars(part).items() if name.endswith("_hooks"))
+    return [hook for hooks in held for hook in hooks.values() if not _compat.is_output_capturing(hook)]
 
 
 _OWN_TENSORS = {"_parameters", "_buffers", "_modules"}
@@ -91,15 +117,16 @@ def _build(module: nn.Module) -> list:
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             same = None if tensor is None else tensors.setdefault(id(tensor), len(tensors))
             found.append((path, name, same, describe(tensor)))
-        attributes = {name: value for name, value in vars(part).items() if name not in _OWN_TENSORS}
+        attributes = {
+            name: value for name, value in vars(part).items() if name not in _OWN_TENSORS and not name.endswith("_hooks")
+        }
         if type(attributes.get("layer_idx")) is int:
             del attributes["layer_idx"]
-        for name in [name for name in attributes if name.endswith("_hooks")]:
-            attributes[name] = [hook for hook in (attributes[name] or {}).values() if not _compat.is_output_capturing(hook)]
         found.append((path, f"{type(part).__qualname__} {id(type(part))}", sign(attributes, parts)))
     return found
 
 
+_CONTAINERS = (list, tuple, set, frozenset, dict, int, float, str, bytes)  # subclasses hold more than their attributes
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
@@ -123,7 +150,7 @@ def sign(value: object, parts: Mapping[nn.Module, str]) -> object:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return "function", id(value.__code__), [sign(item, parts) for item in (cells, value.__defaults__, value.__kwdefaults__)]
     attributes = getattr(value, "__dict__", None)
-    if attributes and not isinstance(value, type) and all(type(item) in _PLAIN for item in attributes.values()):
+    if attributes and not isinstance(value, (type, *_CONTAINERS)) and all(type(item) in _PLAIN for item in attributes.values()):
         return "object", id(type(value)), sign(attributes, parts)
     return type(value).__name__, id(value)
 

@@ -185,6 +185,57 @@ def test_a_layer_that_is_built_otherwise_is_of_another_kind(change) -> None:
     check(model, module)
 
 
+TARGET: list[nn.Module] = []
+
+
+def hooks_that_know_one(model: Stack) -> None:
+    TARGET[:] = [model.layers[4]]
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: output * 3 if module in TARGET else output)
+
+
+def wrappers_with_a_memory(model: Stack) -> None:
+    def wrapped(plain):
+        def forward(x):
+            forward.calls += 1
+            return plain(x) * (3 if forward.calls == 0 else 1)
+
+        forward.calls = 0
+        return forward
+
+    for layer in model.layers:
+        layer.forward = wrapped(layer.forward)
+
+
+def attributes_that_hold_themselves(model: Stack) -> None:
+    for layer in model.layers:
+        layer.circle = []
+        layer.circle.append(layer.circle)
+
+
+@pytest.mark.parametrize("change", [hooks_that_know_one, wrappers_with_a_memory, attributes_that_hold_themselves])
+def test_layers_that_somebody_changed_are_not_copied(change) -> None:
+    model = Stack(Layer)
+    change(model)
+    module, repeats, _ = traced(model)
+    assert not set(model.layers) & set(repeats.places)
+    check(model, module)
+
+
+def test_nothing_is_copied_under_hooks_of_all_modules() -> None:
+    model = Stack(Layer)
+    target = model.layers[4]
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: output * 3 if module is target else output
+    )
+    try:
+        module, repeats, _ = traced(model)
+        assert repeats.copied == 0
+        check(model, module)
+    finally:
+        handle.remove()
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = Stack(Layer)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -198,6 +249,7 @@ def test_a_layer_number_notices_only_what_depends_on_the_layer() -> None:
     number = LayerNumber(2, 4, lambda: noticed.append(1))
     assert [10, 11, 12][number] == 12 and not number >= 4 and number != 7 and number is not None and noticed == []
     for use in (lambda: number == 3, lambda: number in [0, 1], lambda: number < 2, lambda: number % 2, lambda: bool(number),
+                lambda: number < 2.5, lambda: number >> 1, lambda: int(number), lambda: str(number),
                 lambda: {number: 1}, lambda: number + 1, lambda: 1 - number):  # fmt: skip
         noticed.clear()
         use()
