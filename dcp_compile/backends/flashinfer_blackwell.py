@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 
@@ -17,7 +16,7 @@ from .flashinfer_backend import installed_version_problem
 WORKSPACE_BYTES = 128 << 20  # what the library calls enough for every size
 
 
-class FlashInferBlackwellBackend:
+class FlashInferBlackwellBackend(single_rows.SingleRows):
     """Plan-free, with per-row bounds. It has run on no GPU; its call passes what the library checks beforehand."""
 
     name = "flashinfer_blackwell"
@@ -58,7 +57,7 @@ class FlashInferBlackwellBackend:
         out, lse = trtllm_batch_decode_with_kv_cache_mla(
             query=single_rows.queries(q_latent, q_rope),
             kv_cache=kv_cache,
-            workspace_buffer=_workspace(q_latent.device),
+            workspace_buffer=single_rows.workspace(WORKSPACE_BYTES, q_latent.device),
             qk_nope_head_dim=128,  # of the form without absorption, which this kernel has no use for
             kv_lora_rank=q_latent.shape[-1],
             qk_rope_head_dim=q_rope.shape[-1],
@@ -70,21 +69,3 @@ class FlashInferBlackwellBackend:
             return_lse=True,
         )
         return single_rows.without_empty_rows(out, lse, bounds)
-
-    def attend_prefix(
-        self, q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, block_table: Tensor, prefix_bounds: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        requests = single_rows.requests_of(len(q_latent), prefix_bounds)
-        bounds = prefix_bounds[requests]
-        return self.attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)
-
-
-@functools.cache
-def _workspace(device: torch.device) -> Tensor:
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.int8, device=device)

@@ -7,6 +7,7 @@ every row reads the keys of its request.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,6 +15,30 @@ from torch import Tensor
 
 KEYS_PER_TILE = 128
 """Keys the CuTe-DSL kernels take at once; the page list of a row must fill whole tiles."""
+
+
+class SingleRows:
+    """The calls of a backend that follow from its ``attend_rows``: a prefix is the same bound for all rows of a request,
+    and the tail runs on the portable kernel."""
+
+    def attend_prefix(
+        self, q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, block_table: Tensor, prefix_bounds: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        requests = requests_of(len(q_latent), prefix_bounds)
+        bounds = prefix_bounds[requests]
+        return self.attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
+
+    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
+        from ..kernels.mla_rows import mla_tail
+
+        return mla_tail(*operands)
+
+
+@functools.cache
+def workspace(size: int, device: torch.device) -> Tensor:
+    """Scratch memory of ``size`` bytes, zeroed once."""
+    return torch.zeros(size, dtype=torch.int8, device=device)
 
 
 def queries(q_latent: Tensor, q_rope: Tensor) -> Tensor:

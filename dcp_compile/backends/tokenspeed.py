@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import math
@@ -17,7 +16,7 @@ from .contract import BackendCapabilities
 WORKSPACE_BYTES = 128 << 20  # for one partial result of 128 heads per multiprocessor, of which there are fewer than 400
 
 
-class TokenSpeedBackend:
+class TokenSpeedBackend(single_rows.SingleRows):
     """Plan-free, with per-row bounds. It has run on no GPU, nor been checked against an installed library."""
 
     name = "tokenspeed"
@@ -62,7 +61,7 @@ class TokenSpeedBackend:
         out, lse = tokenspeed_mla_decode(
             query=single_rows.queries(q_latent, q_rope),
             kv_cache=kv_cache,
-            workspace_buffer=_workspace(q_latent.device),
+            workspace_buffer=single_rows.workspace(WORKSPACE_BYTES, q_latent.device),
             kv_lora_rank=q_latent.shape[-1],
             qk_rope_head_dim=q_rope.shape[-1],
             block_tables=single_rows.page_lists(block_table, requests, page_size),
@@ -74,21 +73,3 @@ class TokenSpeedBackend:
             return_lse=True,
         )
         return single_rows.without_empty_rows(out, lse * math.log(self.capabilities.lse_base), bounds)
-
-    def attend_prefix(
-        self, q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, block_table: Tensor, prefix_bounds: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        requests = single_rows.requests_of(len(q_latent), prefix_bounds)
-        bounds = prefix_bounds[requests]
-        return self.attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)
-
-
-@functools.cache
-def _workspace(device: torch.device) -> Tensor:
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.int8, device=device)
