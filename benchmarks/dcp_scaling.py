@@ -249,6 +249,7 @@ def main() -> int:
         work(arguments.work, arguments.folder)
     sizes = arguments.gpus or [1 << power for power in range(torch.cuda.device_count().bit_length())]
     found: dict[str, list[dict]] = {}
+    failed = []
     for part in arguments.parts:
         for size in sizes:
             if size == 1 and part in ("exchange", "lost"):
@@ -256,12 +257,12 @@ def main() -> int:
             try:
                 rows = run(part, size)
             except (subprocess.SubprocessError, OSError) as error:
-                print(f"{part} on {size} GPUs failed: {error}", flush=True)
+                failed.append(f"{part} on {size} GPUs failed: {error}")
                 rows = []
             found.setdefault(part, []).extend(rows)
             print(*rows, sep="\n", flush=True)
         save("dcp_scaling", found, arguments.out)
-    missed = misses(found)
+    missed = failed + misses(found)
     print("missed:", *(missed or ["nothing"]), sep="\n  ")
     return 1 if arguments.check and missed else 0
 

@@ -12,7 +12,6 @@ Run on a GPU: ``python -m benchmarks.decode_step [--check] [--out DIR]``.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import dcp_compile
-from benchmarks.measure import BYTES_PER_SECOND, RESULTS, graph_time, roofline, save
+from benchmarks.measure import BYTES_PER_SECOND, RESULTS, graph_time, replay_time, roofline, save
 from dcp_compile.backends import get_backend
 from dcp_compile.models import KimiK3Config
 
@@ -51,19 +50,6 @@ def predicted_us(model: torch.nn.Module, rows: int, context: int) -> float:
     nbytes += recurrent * 2 * HEADS * DIM * DIM * 4
     attention = roofline(context * (LATENT + ROPE) * 2, 2 * rows * HEADS * context * (2 * LATENT + ROPE))
     return nbytes / BYTES_PER_SECOND * 1e6 + attention * (LAYERS - recurrent)
-
-
-def replay_times(replay, count: int = 30) -> float:
-    """Median microseconds of one replay."""
-    times = []
-    for _ in range(count):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times[3:])
 
 
 def kernels_of(replay) -> list[tuple[str, float, float]]:
@@ -95,7 +81,7 @@ def measure(engine, context: int, rows: int) -> tuple[dict, list[tuple[str, floa
             session.verify(torch.arange(5, 5 + rows)[None], [rows])
             session.commit([0])
             replay = engine.verify.bucket(1, rows).graph.replay
-        micros = replay_times(replay)
+        micros = replay_time(replay)
         kernels = min((kernels_of(replay) for _ in range(3)), key=lambda found: busy(found)[1])
     working, span = busy(kernels)
     by_name: dict[str, float] = {}
