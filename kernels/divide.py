@@ -1,150 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dividing the keys of several requests among the programs of one attention call, by lengths only the device knows.
 
-Keys are counted in blocks. Every request is cut into whole chunks of one size, and what is left of it; a request that is
-not longer than a chunk stays in one piece. Programs with whole chunks come first, so that the small ones fill the gaps
-they leave.
+Keys are counted in blocks. Every request is cut into whole chunks of one size and what is left of it; a request no longer
+than a chunk stays in one piece. Whole chunks come first, so that smaller pieces fill the gaps they leave. The size is the
+one of a few candidates that a rough model of the device likes best. Every program works this out for itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
+from .splits import split_count
 
 MOST_WAVES = 4  # of the device, that the whole chunks may fill
-MOST_CHUNKS = 66  # more chunks make more to merge than they save
-_START = tl.constexpr(4)  # what a program costs before its first block and after its last, in blocks
-_MERGE = tl.constexpr(4)  # what splitting any request costs, in blocks
-_WORST = tl.constexpr(2**31 - 1)
+MOST_CHUNKS = 132  # more of them make more to merge than they save
+# In blocks: what a program costs before its first block and after its last, and what splitting any request costs.
+_START = gl.constexpr(4)
+_MERGE = gl.constexpr(4)
 
 
-@dataclass(frozen=True)
-class Division:
-    """Attributes:
-    programs: ``[N, 4]`` int32: request, first block, block after the last, part; -1 as request where a program has
-        nothing to do, -1 as part where it has all keys of its request.
-    parts: ``[B, 2]`` int32: a request's first part, and their number.
-    most_parts: of all requests together.
-    """
-
-    programs: Tensor
-    parts: Tensor
-    most_parts: int
-
-
-@triton.jit
-def _divide(
-    bounds,
-    programs,
-    parts,
-    batch,
-    total_programs,
-    bound_stride,
-    ROWS: tl.constexpr,  # bounds of a request
-    KEYS: tl.constexpr,  # in a block
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COUNTS: tl.constexpr,
-    MOST: tl.constexpr,  # chunks of a request
-    BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE: tl.constexpr,  # chunks of a request listed at once
-):
-    """One program. The size of a chunk is the one of a few candidates that a rough model of the device likes best: one
-    that gives any of ``COUNTS`` chunks, each ``TILES`` programs of which ``WIDTH`` run at once, or no splitting at all."""
-    b = tl.arange(0, BLOCK_B)
-    r = tl.arange(0, BLOCK_R)
-    here = b < batch
-    inside = here[:, None] & (r < ROWS)[None, :]
-    longest = tl.max(tl.load(bounds + (b[:, None] * ROWS + r[None, :]) * bound_stride, mask=inside, other=0), 1)
-    blocks = (longest + KEYS - 1) // KEYS
-    total = tl.sum(blocks, 0)
-    most = tl.maximum(tl.max(blocks, 0), 1)
-
-    best = _WORST
-    chosen = most
-    for wave in tl.static_range(len(COUNTS) + 1):
-        chunk = most
-        if wave > 0:
-            chunk = tl.minimum(tl.maximum((total + COUNTS[wave - 1] - 1) // COUNTS[wave - 1], 2), most)
-        whole = blocks // chunk
-        left = blocks - whole * chunk
-        large = TILES * tl.sum(whole, 0)
-        small = TILES * tl.sum(tl.where(left > 0, left + _START, 0), 0)
-        largest = tl.max(tl.where(left > 0, left + _START, 0), 0)
-        waves = (large + WIDTH - 1) // WIDTH
-        gaps = (waves * WIDTH - large) * (chunk + _START)
-        filled = tl.maximum(waves * (chunk + _START), largest)
-        spread = (large * (chunk + _START) + small) // WIDTH + largest // 2
-        cost = tl.where(small <= gaps, filled, spread) + tl.where(chunk < most, _MERGE, 0)
-        chosen = tl.where(cost < best, chunk, chosen)
-        best = tl.minimum(cost, best)
-
-    whole = blocks // chosen
-    left = blocks - whole * chosen
-    more = here & ((left > 0) | (blocks == 0))  # an empty request has a program too: it writes zeros
-    pieces = whole + more.to(tl.int32)
-    part = tl.cumsum(pieces, 0) - pieces
-    tl.store(parts + 2 * b, part, mask=here)
-    tl.store(parts + 2 * b + 1, pieces, mask=here)
-    part = tl.where(pieces > 1, part, -1)
-
-    n = tl.arange(0, BLOCK_N)
-    tl.store(programs + 4 * n, tl.full([BLOCK_N], -1, tl.int32), mask=n < total_programs)
-    tl.debug_barrier()  # every program is idle before some are given work
-    first = tl.cumsum(whole, 0) - whole
-    zeros = tl.zeros([BLOCK_B, STRIDE], tl.int32)
-    for start in range(0, MOST, STRIDE):
-        piece = start + tl.arange(0, STRIDE)[None, :] + zeros
-        entry = programs + 4 * (first[:, None] + piece)
-        listed = piece < whole[:, None]
-        tl.store(entry, b[:, None] + zeros, mask=listed)
-        tl.store(entry + 1, piece * chosen, mask=listed)
-        tl.store(entry + 2, (piece + 1) * chosen, mask=listed)
-        tl.store(entry + 3, tl.where(part[:, None] < 0, -1, part[:, None] + piece), mask=listed)
-    rank = tl.sum(whole, 0) + tl.cumsum(more.to(tl.int32), 0) - 1
-    entry = programs + 4 * rank
-    tl.store(entry, b, mask=more)
-    tl.store(entry + 1, whole * chosen, mask=more)
-    tl.store(entry + 2, blocks, mask=more)
-    tl.store(entry + 3, tl.where(part < 0, -1, part + whole), mask=more)
-
-
-def divide(bounds: Tensor, batch: int, tiles: int, width: int, keys: int) -> Division:
-    """Divide the keys of ``batch`` requests.
+def candidates(batch: int, tiles: int, capacity: int, width: int) -> tuple[tuple[int, ...], int]:
+    """How many chunks there may be of all requests together, and into how many the longest may be divided evenly.
 
     Args:
-        bounds: ``[B * rows]`` int32, keys that the rows of each request see; the longest row of a request counts.
-        tiles: programs per piece. width: programs the device runs at once. keys: in a block.
+        tiles: programs per piece. capacity: keys a request can have. width: programs the device runs at once.
     """
-    counts = [max(wave * width // tiles, 1) for wave in range(1, MOST_WAVES + 1)]
-    counts = tuple(dict.fromkeys(min(count, MOST_CHUNKS) for count in counts))
-    count = max(counts) + batch
-    programs = bounds.new_empty((count, 4))
-    parts = bounds.new_empty((batch, 2))
-    rows = len(bounds) // batch
-    _divide[(1,)](
-        bounds,
-        programs,
-        parts,
-        batch,
-        count,
-        bounds.stride(0),
-        ROWS=rows,
-        KEYS=keys,
-        TILES=tiles,
-        WIDTH=width,
-        COUNTS=counts,
-        MOST=max(counts),
-        BLOCK_B=triton.next_power_of_2(batch),
-        BLOCK_R=triton.next_power_of_2(rows),
-        BLOCK_N=triton.next_power_of_2(count),
-        STRIDE=max(128 // triton.next_power_of_2(batch), 1),
-        num_warps=1 if batch <= 32 else 4,
-    )
-    return Division(programs, parts, count)
+    counts = [min(max(wave * width // tiles, 1), MOST_CHUNKS) for wave in range(1, MOST_WAVES + 1)]
+    return tuple(dict.fromkeys(counts)), split_count(tiles * batch, capacity, width)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _cost(blocks, chunk, most, TILES: gl.constexpr, WIDTH: gl.constexpr):
+    """Time of all pieces in blocks: whole chunks in waves, the rest in the gaps of the last one if they fit."""
+    whole = blocks // chunk
+    left = blocks - whole * chunk
+    small = gl.where(left > 0, left + 2 * _START, 0)  # a short piece does not reach full speed
+    largest = gl.max(small, 0)
+    long = chunk + _START
+    large = TILES * gl.sum(whole, 0)
+    waves = (large + WIDTH - 1) // WIDTH
+    room = (waves * WIDTH - large) * (long // gl.maximum(largest, 1))
+    fits = TILES * gl.sum((left > 0).to(gl.int32), 0) <= room
+    spread = (large * long + TILES * gl.sum(small, 0)) // WIDTH + largest
+    merging = gl.where(chunk < most, _MERGE, 0)
+    return gl.where(fits, waves * long, spread) + merging
+
+
+@gluon.jit
+def own_piece(
+    bounds,
+    batch,
+    program,
+    parts,
+    writes_parts,
+    ROWS: gl.constexpr,  # bounds of a request
+    KEYS: gl.constexpr,  # in a block
+    TILES: gl.constexpr,  # programs per piece
+    WIDTH: gl.constexpr,  # programs the device runs at once
+    COUNTS: gl.constexpr,
+    EVEN: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """The piece of program number ``program``: request, first block, block after the last, part.
+
+    The request is -1 if the program has nothing to do, the part -1 if the piece is all of its request: an empty request
+    has such a piece too. ``parts [B, 2]`` int32 is written where ``writes_parts``: a request's first part, and their
+    number.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, BLOCK_R], [32, 1], [num_warps, 1], [1, 0])
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    request = gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, layout))[:, None]
+    row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, layout))[None, :]
+    inside = (request < batch) & (row < ROWS)
+    longest = gl.max(gl.load(bounds + request * ROWS + row, mask=inside, other=0), 1)
+    blocks = gl.convert_layout((longest + KEYS - 1) // KEYS, vector)
+    b = gl.arange(0, BLOCK_B, layout=vector)
+    total = gl.sum(blocks, 0)
+    most = gl.maximum(gl.max(blocks, 0), 1)
+
+    chunk = most
+    best = _cost(blocks, most, most, TILES, WIDTH)
+    for i in gl.static_range(len(COUNTS) + 1):
+        if i < len(COUNTS):
+            other = gl.minimum(gl.maximum((total + COUNTS[i] - 1) // COUNTS[i], 2), most)
+        else:
+            other = (most + EVEN - 1) // EVEN
+        cost = _cost(blocks, other, most, TILES, WIDTH)
+        chunk = gl.where(cost < best, other, chunk)
+        best = gl.minimum(cost, best)
+
+    whole = blocks // chunk
+    more = ((b < batch) & ((blocks > whole * chunk) | (blocks == 0))).to(gl.int32)
+    pieces = whole + more
+    if writes_parts:
+        before = gl.associative_scan(pieces, 0, _add) - pieces
+        gl.store(parts + 2 * b, before, mask=b < batch)
+        gl.store(parts + 2 * b + 1, pieces, mask=b < batch)
+    up_to = gl.associative_scan(whole, 0, _add)
+    chunks = gl.sum(whole, 0)
+    rank = program - chunks
+    rest_up_to = gl.associative_scan(more, 0, _add)
+    passed = gl.where(rank < 0, (up_to <= program).to(gl.int32), (rest_up_to <= rank).to(gl.int32))
+    request = gl.sum(gl.where(b < batch, passed, 0), 0)
+    mine = b == request
+    own_whole = gl.sum(gl.where(mine, whole, 0), 0)
+    index = gl.where(rank < 0, program - gl.sum(gl.where(b < request, whole, 0), 0), own_whole)
+    last = gl.where(rank < 0, (index + 1) * chunk, gl.sum(gl.where(mine, blocks, 0), 0))
+    part = gl.sum(gl.where(b < request, pieces, 0), 0) + index
+    part = gl.where(gl.sum(gl.where(mine, pieces, 0), 0) > 1, part, -1)
+    request = gl.where(rank < gl.sum(more, 0), request, -1)
+    return request, index * chunk, last, part

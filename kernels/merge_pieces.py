@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .divide import Division
 from .merge import block_sizes, merged
 
 
@@ -31,7 +30,7 @@ def _merge_pieces(
     request = row // ROWS
     count = tl.load(parts + 2 * request + 1)
     if count > 1:  # a single piece is the result already
-        stride = (ROWS * heads).to(tl.int64)
+        stride = tl.cast(ROWS * heads, tl.int64)
         line = tl.load(parts + 2 * request) * stride + item - request * stride
         result, log = merged(
             outs + line * LATENT, lses + line, count, stride * LATENT, stride, 1, column,
@@ -42,23 +41,23 @@ def _merge_pieces(
             tl.store(lse + item, log)
 
 
-def merge_pieces(outs: Tensor, lses: Tensor, division: Division, out: Tensor, lse: Tensor) -> None:
-    """Merge ``outs [parts, rows, H, R]``, ``lses [parts, rows, H]`` into contiguous ``out [B * rows, H, R]``, ``lse``.
+def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``outs [N, rows, H, R]``, ``lses [N, rows, H]`` into contiguous ``out [B * rows, H, R]``, ``lse``.
 
-    Rows of requests that are in one piece are left as they are.
+    ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    columns, chunk = block_sizes(rows * heads, latent, division.most_parts)
+    columns, chunk = block_sizes(rows * heads, latent, len(outs))
     _merge_pieces[(rows * heads, triton.cdiv(latent, columns))](
         outs,
         lses,
         out,
         lse,
-        division.parts,
+        parts,
         heads,
         ROWS=outs.shape[1],
         LATENT=latent,
-        BLOCK_PARTS=triton.next_power_of_2(division.most_parts),
+        BLOCK_PARTS=triton.next_power_of_2(len(outs)),
         BLOCK_LATENT=columns,
         CHUNK=chunk,
         num_warps=2 if columns <= 64 else 4,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 _MIN_KEYS = 128  # fewer keys per split cost more in the merge than they save
 _GOOD_FIT = 0.95
 

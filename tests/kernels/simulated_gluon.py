@@ -248,7 +248,9 @@ _language = SimpleNamespace(
     store=_store,
     max=lambda x, axis: x.amax(axis),
     min=lambda x, axis: x.amin(axis),
-    sum=lambda x, axis: x.sum(axis),
+    sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+    associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
+    convert_layout=lambda x, layout: x,
     maximum=_pairwise(torch.maximum),
     minimum=_pairwise(torch.minimum),
     exp2=torch.exp2,
@@ -266,13 +268,19 @@ _language = SimpleNamespace(
 
 
 def load_simulated(path: Path, package: str) -> ModuleType:
-    """The module at ``path`` as a part of ``package``, with this model in the place of Gluon."""
+    """The module at ``path`` as a part of ``package``, with this model in the place of Gluon, there and in what it imports."""
     tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.experimental"))
-    ]
+    kept, imported = [], {}
+    for node in tree.body:
+        source = path.with_name(f"{getattr(node, 'module', None)}.py")
+        if not isinstance(node, ast.ImportFrom):
+            kept.append(node)
+        elif node.level and source.exists() and "triton.experimental" in source.read_text():
+            part = load_simulated(source, package)
+            imported |= {name.name: getattr(part, name.name) for name in node.names}
+        elif not (node.module or "").startswith("triton.experimental"):
+            kept.append(node)
+    tree.body = kept
     module = ModuleType(f"{package}.simulated_{path.stem}")
     module.__package__ = package
     vars(module).update(
@@ -290,6 +298,7 @@ def load_simulated(path: Path, package: str) -> ModuleType:
         warpgroup_mma=_warpgroup_mma,
         warpgroup_mma_wait=_warpgroup_mma_wait,
         TensorDescriptor=TensorDescriptor,
+        **imported,
     )
     exec(compile(tree, str(path), "exec"), vars(module))
     return module

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dcp_compile.errors import BackendError
 from dcp_compile.kernels.device import hopper_unavailable
-from dcp_compile.kernels.divide import Division
 from dcp_compile.ops import merge, mla
 
 UNAVAILABLE = hopper_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -30,12 +29,12 @@ def _reference_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> No
     lse.copy_(merged_lse)
 
 
-def _reference_merge_pieces(outs: Tensor, lses: Tensor, division: Division, out: Tensor, lse: Tensor) -> None:
+def _reference_merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Tensor) -> None:
     rows = outs.shape[1]
-    for request, (first, count) in enumerate(division.parts.tolist()):
+    for request, (first, count) in enumerate(parts.tolist()):
         if count > 1:
-            here, parts = slice(request * rows, (request + 1) * rows), slice(first, first + count)
-            _reference_merge(outs[parts], lses[parts], out[here], lse[here])
+            here, own = slice(request * rows, (request + 1) * rows), slice(first, first + count)
+            _reference_merge(outs[own], lses[own], out[here], lse[here])
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_resources() -> None:
     assert output.returncode == 0, output.stderr[-4000:]
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
-        "_mla_hopper", "_mla", "_merge", "_kda", "_kda_verify", "_prepare", "_conv_window", "_step_metadata",
+        "_mla_hopper", "_mla", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_prepare", "_conv_window", "_step_metadata",
         "_kv_write", "_gather_heads", "_merge_ranks",
     }  # fmt: skip
     for entry in report:
