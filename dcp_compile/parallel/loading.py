@@ -49,7 +49,8 @@ class CheckpointFiles:
         for path in self.paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    found[name] = FileEntry(self, path, name, tuple(file.get_slice(name).get_shape()))
+                    entry = file.get_slice(name)
+                    found[name] = FileEntry(self, path, name, tuple(entry.get_shape()), entry.get_dtype())
         return found
 
     def read(self, path: str, name: str, index: Any) -> Tensor:
@@ -81,15 +82,19 @@ class CheckpointFiles:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor in a file, read where it is indexed."""
+    """A tensor in a file, read where it is indexed; ``dtype`` is the file format's name, such as "U8"."""
 
     files: CheckpointFiles
     path: str
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.files.read(self.path, self.name, index)
