@@ -89,7 +89,7 @@ def test_the_fingerprint_of_files_sees_other_files(tmp_path: Path, change: str) 
 def test_a_bias_is_added_once_to_the_sum() -> None:
     """Two ranks whose partial sums are equal."""
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    shard = ModelShard(2, 0, None, False, {})
+    shard = ModelShard(2, 0, None, False, 1, {})
     shard.all_reduce = lambda part: 2 * part
     wanted = 2 * x @ layer.weight.T + layer.bias
     sum_output(shard, layer)
