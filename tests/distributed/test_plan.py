@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dcp_compile.errors import UnsupportedModelError
+from dcp_compile.errors import ConfigError, UnsupportedModelError
 from dcp_compile.models.kimi_k3 import mxfp4
 from dcp_compile.models.kimi_k3.weights import FusedExperts
 from dcp_compile.parallel.exchange import sum_output
 from dcp_compile.parallel.loading import CheckpointFiles
-from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, plan_splits
-from dcp_compile.parallel.shard import ModelShard
+from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, find_plan, plan_splits
+from dcp_compile.parallel.shard import ModelShard, count_query_ranks
 from tests.tiny_models import tiny_deepseek_v3
 
 
@@ -28,6 +29,15 @@ def test_parts_make_up_the_whole(split: Split, size: int) -> None:
     assert all(part.is_contiguous() and part.numel() * size == whole.numel() for part in parts)
     stacks = zip(*(part.chunk(split.parts, split.dim) for part in parts))
     assert torch.cat([torch.cat(stack, split.dim) for stack in stacks], split.dim).equal(whole)
+
+
+@pytest.mark.parametrize("split", [Split(0, sharers=2), Split(1, sharers=4), Split(1, parts=2, sharers=2)])
+def test_neighbours_share_what_their_parts_make_up(split: Split) -> None:
+    whole = torch.randn(8, 16, 4)
+    for rank in range(4):
+        group = dataclasses.replace(split, sharers=1)
+        wanted = group.cut(whole, whole.shape, rank // split.sharers, 4 // split.sharers)
+        assert split.cut(whole, whole.shape, rank, 4).equal(wanted)
 
 
 def test_nothing_to_cut() -> None:
@@ -96,6 +106,21 @@ def test_a_bias_is_added_once_to_the_sum() -> None:
     torch.testing.assert_close(layer(x), wanted)
     shard.restore()
     torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
+def test_queries_are_replicated_where_they_would_be_gathered(sizes: tuple[int, int]) -> None:
+    assert count_query_ranks("sharded", *sizes) == 1 and count_query_ranks("replicated", 4, 2) == 2
+    message = f'query_projection="replicated" with tp_size={sizes[0]}, dcp_size={sizes[1]}: .* leave it "sharded"'
+    with pytest.raises(ConfigError, match=message):
+        count_query_ranks("replicated", *sizes)
+
+
+def test_queries_of_models_without_a_plan_of_their_own_are_not_replicated() -> None:
+    model = tiny_deepseek_v3(1)
+    assert find_plan(model, expert_parallel=False, query_ranks=1) == TRANSFORMERS_HEADS
+    with pytest.raises(UnsupportedModelError, match='query_projection="replicated", but the plan for DeepseekV3ForCausalLM'):
+        find_plan(model, expert_parallel=False, query_ranks=2)
 
 
 def test_biases_that_the_plan_does_not_split_are_refused() -> None:
