@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedModelError
-from .exchange import sum_output
+from .parts import sum_output
 
 if TYPE_CHECKING:
     from .shard import ModelShard

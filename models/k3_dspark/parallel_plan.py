@@ -5,7 +5,7 @@ Embedding and output head are the target's. The Markov and the confidence head a
 drafted token, where a message would cost more than it saves.
 """
 
-from dcp_compile.parallel.exchange import own_heads, sum_output
+from dcp_compile.parallel.parts import own_heads, sum_output
 from dcp_compile.parallel.plan import ShardingPlan, Split
 
 _HEADS = Split(0, groups="num_attention_heads")

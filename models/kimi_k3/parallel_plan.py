@@ -5,7 +5,7 @@ Router, norms, mixtures, the low-rank projections in front of the heads and the 
 of the experts are whole on every rank.
 """
 
-from dcp_compile.parallel.exchange import complete_sums, gather_output, look_up, own_experts, own_heads, sum_output
+from dcp_compile.parallel.parts import complete_sums, gather_output, look_up, own_experts, own_heads, sum_output
 from dcp_compile.parallel.plan import ShardingPlan, Split
 
 _MLA_HEADS = Split(0, groups="num_attention_heads")

@@ -14,7 +14,7 @@ from torch import nn
 from dcp_compile.errors import ConfigError, UnsupportedModelError
 from dcp_compile.models.kimi_k3 import mxfp4
 from dcp_compile.models.kimi_k3.weights import FusedExperts
-from dcp_compile.parallel.exchange import sum_output
+from dcp_compile.parallel.parts import sum_output
 from dcp_compile.parallel.loading import CheckpointFiles
 from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, find_plan, plan_splits
 from dcp_compile.parallel.shard import ModelShard, count_query_ranks
