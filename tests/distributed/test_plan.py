@@ -15,9 +15,11 @@ from dcp_compile.errors import ConfigError, UnsupportedModelError
 from dcp_compile.models.kimi_k3 import mxfp4
 from dcp_compile.models.kimi_k3.weights import FusedExperts
 from dcp_compile.parallel.parts import sum_output
+from dcp_compile.parallel import ParallelLayout
 from dcp_compile.parallel.loading import CheckpointFiles
 from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, find_plan, plan_splits
-from dcp_compile.parallel.shard import ModelShard, count_query_ranks
+from dcp_compile.parallel.shard import ModelShard, count_query_ranks, take_part
+from tests.models.k3_dspark.tiny_draft import tiny_draft
 from tests.tiny_models import tiny_deepseek_v3
 
 
@@ -106,6 +108,20 @@ def test_a_bias_is_added_once_to_the_sum() -> None:
     torch.testing.assert_close(layer(x), wanted)
     shard.restore()
     torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+@pytest.mark.parametrize("part, place, message", [
+    ((2, 1), (1, 2), "tp_size=1, but K3DSparkModel was loaded with tp_size=2"),
+    ((4, 1), (2, 2), "tp_size=2, but K3DSparkModel was loaded with tp_size=4"),
+    ((4, 4), (4, 2), 'dcp_size=2, but K3DSparkModel was loaded with query_projection="replicated" and dcp_size=4'),
+])  # fmt: skip
+def test_a_draft_that_was_loaded_for_other_ranks_than_its_target(part: tuple, place: tuple, message: str) -> None:
+    draft = tiny_draft(0)
+    shard = ModelShard(part[0], 0, None, False, part[1], {})
+    vars(draft)["_dcp_shard"] = shard
+    with pytest.raises(ConfigError, match=message):
+        take_part(draft, ParallelLayout(tp_size=place[0], dcp_size=place[1], tp_group="its own"), False, "sharded")
+    assert shard.group is None
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
