@@ -126,12 +126,14 @@ def _settings_of_part(model: PreTrainedModel, settings: DCPConfig) -> DCPConfig:
     }
     if shard.query_ranks > 1:
         loaded["dcp_size"] = shard.query_ranks
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in loaded and value not in (field.default, loaded[field.name]):
+    defaults = DCPConfig()
+    for name, value in loaded.items():
+        asked = getattr(settings, name)
+        if asked not in (getattr(defaults, name), value):
+            everything = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
             raise ConfigError(
-                f"{field.name}={value!r}, but {type(model).__name__} was loaded with tp_size={shard.tp_size}, "
-                f"{field.name}={loaded[field.name]!r}; leave it out, or load the model with another"
+                f"{name}={asked!r}, but {type(model).__name__} was loaded with {everything}; leave it out, or load it "
+                "with another"
             )
     return settings.replace(**loaded)
 

@@ -28,9 +28,10 @@ class DCPConfig:
         dcp_size: ranks over which the KV cache is sharded by token; None = all ranks of the tensor-parallel group, or 1.
         tp_size: ranks that hold one model together; 1 = every rank holds all of it, or the part it has loaded.
         expert_parallel: with tp_size > 1, deal experts whole to the ranks; else every rank has a slice of each.
-        query_projection: with tp_size > 1 and dcp_size > 1, "sharded": every rank makes the queries of its own heads, and
-            each layer gathers those of its DCP group; or "replicated": every rank holds the query projections and key
-            up-projections of its DCP group and makes all of its queries, one message per layer less for more weights.
+        query_projection: with tp_size > 1 and dcp_size > 1, "sharded": every rank makes the queries of its own heads,
+            and each layer gathers those of its DCP group; or "replicated": every rank holds the query projections and
+            key up-projections of its DCP group and makes all of its queries, one message per layer less for more
+            weights.
         block_size: tokens per page on one rank.
         kv_interleave: consecutive tokens that stay on one rank; divides block_size.
         max_batch_size: requests held at once.

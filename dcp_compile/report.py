@@ -31,12 +31,13 @@ def explain(model: PreTrainedModel) -> str:
     config, parallel, report, shard = optimized.config, optimized.parallel, optimized.report, shard_of(model)
     graph = report.graph
     site = graph.sites[0]
+    heads = "sharded" if parallel.heads_sharded else "replicated"
     recurrent = sum(ref.kind == "state" for ref in graph.states.values())
     lines = [
         f"{type(model).__name__}: {len(graph.sites)} MLA layers absorbed "
         f"({site.own_heads} heads, latent {site.latent_dim} + rope {site.rope_dim}), {recurrent} recurrent layers",
         f"ranks: dcp {parallel.dcp_size} (this is {parallel.dcp_rank}), tp {parallel.tp_size} (this is {parallel.tp_rank}), "
-        f"heads {'sharded' if parallel.heads_sharded else 'replicated'}{_queries(site)}, interleave {config.kv_interleave}, "
+        f"heads {heads}{_queries(site)}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
         _weights(graph, config, shard.replicated_bytes(model) if shard is not None else 0),
         _attention(report),

@@ -89,8 +89,8 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
 
 
 def _own_weight(graph: StepGraph, site: MLASite, context: PassContext) -> fx.Node:
-    """A constant of its own for the up-projections of the heads that the model goes on with, which a rank's number would
-    cut out otherwise: graphs of all ranks are equal."""
+    """A constant of its own for the up-projections of the heads that the model goes on with; a slice would have the
+    rank's number in the graph, and graphs of all ranks are equal."""
     part, parts = graph.constants[site.own.args[1]], site.own.args[2]
     if (int(part), parts) != (context.rank, context.dcp_size):
         raise InvariantError(

@@ -3,7 +3,8 @@
 
 Every rank attends to the tokens it holds. When heads are sharded, the queries of all ranks are gathered first, unless
 every rank makes all of them itself, and each rank merges the partials of its own heads; when heads are replicated, each
-rank has all queries and merges all partials. How the ranks exchange them is up to the two operators of :mod:`dcp_compile.ops.exchange`.
+rank has all queries and merges all partials. How the ranks exchange them is up to the two operators of
+:mod:`dcp_compile.ops.exchange`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
         local = graph.attention[site.layer]
         emit = Emitter(graph.graph, like=local.out)
         with graph.graph.inserting_before(local.calls[0]):
-            queries = _gather_heads(emit, site, context, local) if _gathers(site, context) else (local.q_latent, local.q_rope)
+            queries = local.q_latent, local.q_rope
+            if _gathers(site, context):
+                queries = _gather_heads(emit, site, context, local)
             attention = emit_attention(emit, site, context, *queries)
             out = emit(MERGE, attention.out, attention.lse, site.own_heads, context.dcp_size, context.group)
         local.own.replace_all_uses_with(out)

@@ -14,8 +14,8 @@ from .portable_tail import PortableTail
 
 
 class TritonBackend(PortableTail):
-    """Portable and plan-free: lengths are read on the device, so every call can be captured as it is. Its tail is also that
-    of other backends."""
+    """Portable and plan-free: lengths are read on the device, so every call can be captured as it is. Its tail is also
+    that of other backends."""
 
     name = "triton"
     capabilities = BackendCapabilities(

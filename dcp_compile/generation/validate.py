@@ -250,7 +250,7 @@ def _check_mask_shape(input_ids: Tensor, mask: Tensor) -> None:
 
 
 def _check_no_padding(healed_ids: Tensor, mask: Tensor) -> None:
-    """GenerationError unless no column is padding, whatever columns token healing made: there is one unpadded prompt."""
+    """GenerationError unless there is one unpadded prompt: none of the columns that token healing made is padding."""
     if len(healed_ids) > 1 or not mask.all():
         raise GenerationError(
             f"token_healing tokenised the prompts anew: {healed_ids.shape[1]} columns, of which an attention_mask of "

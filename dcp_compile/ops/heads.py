@@ -13,7 +13,7 @@ define("own_heads(Tensor out, Tensor part, int parts) -> Tensor")
 
 @reference("own_heads")
 def own_heads(out: Tensor, part: Tensor, parts: int) -> Tensor:
-    """Run number ``part`` (int64 scalar) of ``parts`` equal runs of heads: ``[B, S, H, D]`` -> ``[B, S, H / parts, D]``.
+    """Run number ``part`` (int64 scalar) of ``parts`` runs of heads: ``[B, S, H, D]`` -> ``[B, S, H / parts, D]``.
 
     In a rewritten graph it is gone: there attention merges these heads only (see ``passes/shard_dcp.py``).
     """

@@ -196,7 +196,10 @@ class ShardedLoading:
             UnsupportedModelError: the model has no plan for being split, no experts to deal, or no queries to share.
             RankError: the ranks want different things.
         """
-        dcp_size = (dcp_size or tp_size) if query_projection == "replicated" else 1
+        if query_projection != "replicated":
+            dcp_size = 1
+        elif dcp_size is None:
+            dcp_size = tp_size
         settings = DCPConfig(
             tp_size=tp_size, dcp_size=dcp_size, expert_parallel=expert_parallel, query_projection=query_projection,
             timeout=_TIMEOUT,

@@ -115,8 +115,8 @@ def find_plan(model: nn.Module, expert_parallel: bool, query_ranks: int) -> Shar
     plan = plan.expert_parallel if expert_parallel else plan
     if query_ranks > 1 and not plan.queries:
         raise UnsupportedModelError(
-            f'query_projection="replicated", but the plan for {type(model).__name__} does not say what queries are made '
-            'with; leave it "sharded"'
+            f'query_projection="replicated", but the plan for {type(model).__name__} does not say what queries are '
+            'made with; leave it "sharded"'
         )
     return plan.sharing_queries(query_ranks)
 

@@ -66,7 +66,7 @@ class ModelShard:
         self._undo.append(lambda: vars(module).update({name: before}) if had else vars(module).pop(name))
 
     def mark(self, module: nn.Module, own: int) -> None:
-        """Tell a module in a buffer, ``module.own``, which (or which first) of what it has several of is this rank's."""
+        """Tell a module in a buffer, ``module.own``, which (or which first) of its rows or parts is this rank's."""
         module.register_buffer(_MARK, torch.tensor(own, device=self._device), persistent=False)
         self._undo.append(lambda: delattr(module, _MARK))
 
@@ -155,8 +155,8 @@ def take_part(
         )
     if shard.query_ranks not in (1, parallel.dcp_size):
         raise ConfigError(
-            f'dcp_size={parallel.dcp_size}, but {type(model).__name__} was loaded with query_projection="replicated" and '
-            f"dcp_size={shard.query_ranks}; use the same for both"
+            f"dcp_size={parallel.dcp_size}, but {type(model).__name__} was loaded with "
+            f'query_projection="replicated" and dcp_size={shard.query_ranks}; use the same for both'
         )
     before, shard.group = shard.group, parallel.tp_group
     return lambda: setattr(shard, "group", before)
@@ -172,8 +172,8 @@ def count_query_ranks(query_projection: str, tp_size: int, dcp_size: int) -> int
         return 1
     if tp_size == 1 or dcp_size == 1:
         raise ConfigError(
-            f'query_projection="replicated" with tp_size={tp_size}, dcp_size={dcp_size}: queries are gathered where both '
-            'are larger than 1 only, so there is nothing to save; leave it "sharded"'
+            f'query_projection="replicated" with tp_size={tp_size}, dcp_size={dcp_size}: queries are gathered where '
+            'both are larger than 1 only, so there is nothing to save; leave it "sharded"'
         )
     return dcp_size
 

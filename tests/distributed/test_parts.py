@@ -74,8 +74,9 @@ def test_parts_by_themselves(reports: dict[str, list]) -> None:
             assert 0.5 < found["read"] < 0.75  # of the bytes of all files; what is not split is read by both
         assert report["replicated"] < 1e-4
         for name, text in (
-            ("other group", "dcp_size=1, but KimiK3ForCausalLM was loaded with tp_size=2, dcp_size=2"),
-            ("other queries", "query_projection='replicated', but KimiK3ForCausalLM was loaded with tp_size=2, query_proj"),
+            ("other group", "dcp_size=1, but KimiK3ForCausalLM was loaded with tp_size=2, expert_parallel=False, "
+                            "query_projection='replicated', dcp_size=2; leave it out"),
+            ("other queries", "query_projection='replicated', but KimiK3ForCausalLM was loaded with tp_size=2, "),
         ):
             assert report[name]["error"] == "ConfigError" and text in report[name]["text"]
     assert [first["bars"], second["bars"]] == [True, False]

@@ -135,7 +135,7 @@ def test_queries_are_replicated_where_they_would_be_gathered(sizes: tuple[int, i
 def test_queries_of_models_without_a_plan_of_their_own_are_not_replicated() -> None:
     model = tiny_deepseek_v3(1)
     assert find_plan(model, expert_parallel=False, query_ranks=1) == TRANSFORMERS_HEADS
-    with pytest.raises(UnsupportedModelError, match='query_projection="replicated", but the plan for DeepseekV3ForCausalLM'):
+    with pytest.raises(UnsupportedModelError, match='"replicated", but the plan for DeepseekV3ForCausalLM'):
         find_plan(model, expert_parallel=False, query_ranks=2)
 
 

@@ -85,7 +85,7 @@ HEALING = {"do_sample": False, "max_new_tokens": 4, "token_healing": True, "eos_
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("special", [False, True])
 def test_token_healing_that_changes_the_number_of_tokens(qwen, tokenizer, masked, special):
-    """White space at the end and special tokens are gone when the prompt is tokenised anew; its mask is as long as before."""
+    """White space at the end and special tokens are gone when the prompt is tokenised anew; its mask stays as is."""
     inputs = ids_of(tokenizer, ["<s>kula muno b " if special else "kula muno b "])
     mask = {"attention_mask": inputs["attention_mask"]} if masked else {}
     expected = qwen.plain.generate(inputs["input_ids"], **mask, **HEALING, tokenizer=tokenizer)

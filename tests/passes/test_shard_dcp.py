@@ -72,7 +72,7 @@ def test_sharded_heads_gather_queries_and_merge_their_own_partials(captured: Cap
 
 
 def test_queries_that_every_rank_makes_are_not_gathered() -> None:
-    """Attention runs on the heads of both ranks, all behind it on the own ones; nothing in the graphs tells the ranks apart."""
+    """Attention runs on the heads of both ranks, all behind it on the own ones; graphs do not tell ranks apart."""
     fingerprints = []
     for rank in range(2):
         part = captured_part(rank)
