@@ -37,10 +37,8 @@ SHARDED = [
 ]
 # Every rank of a DCP group makes all of the group's queries.
 QUERIES_REPLICATED = [
-    Setting("kimi_k3", 2, 2, 4, "flattened", 64, layers=2, loaded=True, replicated=True),
-    Setting("mini", 2, 2, 1, "split", 64, replicated=True),
-    Setting("kimi_k3", 4, 2, 1, "split", 16, layers=2, expert_parallel=True, loaded=True, replicated=True),
-    Setting("kimi_k3", 4, 4, 8, "split", 64, layers=2, speculation=3, stale=True, replicated=True),
+    Setting("mini", 2, 2, 1, "flattened", 64, replicated=True),
+    Setting("kimi_k3", 4, 2, 4, "split", 16, layers=2, expert_parallel=True, loaded=True, replicated=True),
 ]
 # Rounds of verify and decode with ragged counts and rejected suffixes.
 SPECULATIVE = [
@@ -49,7 +47,7 @@ SPECULATIVE = [
     Setting("kimi_linear", 1, 2, 8, "split", 64, speculation=2, stale=True),
     Setting("kimi_linear", 1, 2, 1, "flattened", 64, speculation=7),
     Setting("deepseek_v3", 1, 4, 1, "split", 64, speculation=7, stale=True),
-    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True),
+    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True, replicated=True),
 ]
 # Prefixes planned on the host: old plans, older ones still, heads of this rank only, and ranks without a token.
 PLANNED = [
