@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
-from .config import DCPConfig
+from .config import DCPConfig, check_experts_dealt
 from .drafting import prepare_draft, tap_layers
 from .errors import ConfigError, UnsupportedModelError
 from .generation.patch import attach, detach
@@ -83,7 +83,7 @@ def optimize(
     facts |= weights_facts(model)
     check_agreement(parallel.replica, facts)
 
-    restore = take_part(model, parallel, settings.expert_parallel)
+    restore = take_part(model, parallel, settings.expert_parallel, settings.query_projection)
     try:
         taps = tap_layers(model, draft) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
@@ -117,15 +117,25 @@ def _settings_of_part(model: PreTrainedModel, settings: DCPConfig) -> DCPConfig:
     """The settings, with those that a model loaded in parts has decided already."""
     shard = shard_of(model)
     if shard is None:
-        if settings.expert_parallel and settings.tp_size == 1:
-            raise ConfigError("expert_parallel=True needs tp_size > 1: one rank has nobody to deal experts to")
+        check_experts_dealt(settings)
         return settings
-    if settings.tp_size not in (1, shard.tp_size) or settings.expert_parallel and not shard.expert_parallel:
-        raise ConfigError(
-            f"tp_size={settings.tp_size}, expert_parallel={settings.expert_parallel}, but {type(model).__name__} was loaded "
-            f"with tp_size={shard.tp_size}, expert_parallel={shard.expert_parallel}; leave both out, or load it with others"
-        )
-    return settings.replace(tp_size=shard.tp_size, expert_parallel=shard.expert_parallel)
+    loaded = {
+        "tp_size": shard.tp_size,
+        "expert_parallel": shard.expert_parallel,
+        "query_projection": "replicated" if shard.query_ranks > 1 else "sharded",
+    }
+    if shard.query_ranks > 1:
+        loaded["dcp_size"] = shard.query_ranks
+    defaults = DCPConfig()
+    for name, value in loaded.items():
+        asked = getattr(settings, name)
+        if asked not in (getattr(defaults, name), value):
+            everything = ", ".join(f"{name}={value!r}" for name, value in loaded.items())
+            raise ConfigError(
+                f"{name}={asked!r}, but {type(model).__name__} was loaded with {everything}; leave it out, or load it "
+                "with another"
+            )
+    return settings.replace(**loaded)
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -68,7 +68,7 @@ class StepGraph:
         step_inputs: placeholder -> name in STEP_INPUTS.
         states: placeholder -> the layer state it stands for; ``meta["val"]`` describes the tensor to allocate once the
             passes have run.
-        constants: placeholder -> parameter or buffer of the model.
+        constants: placeholder -> parameter or buffer of the model, or, made by the absorb pass, some rows of one.
         outputs: names of the graph outputs: "logits", then the extra ones.
         model: class of the model, for messages.
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.

@@ -346,7 +346,7 @@ def _open_exchange(
         next(iter(graph.constants.values())).device,
         config.exchange,
         rows,
-        graph.sites[0].heads,
+        graph.sites[0].own_heads,
         width,
         config.timeout,
     )
@@ -379,7 +379,7 @@ def _requirements(graph: StepGraph, config: DCPConfig, context: PassContext, row
         kv_dtype=query.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
         latent=site.latent_dim,
         rope=site.rope_dim,
-        heads=site.heads * (context.dcp_size if context.heads_sharded else 1),
+        heads=site.own_heads * (context.dcp_size if context.heads_sharded else 1),
         page_size=config.block_size,
         layout=config.decode_layout,
         dcp_size=context.dcp_size,

@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 DECODE_LAYOUTS = ("auto", "split", "flattened")
 LOWERINGS = ("auto", "eager", "inductor")
+QUERY_PROJECTIONS = ("sharded", "replicated")
 EXCHANGES = ("auto", "collectives", "peers")
 VERIFY_MODES = ("full", "adaptive")
 
@@ -27,6 +28,10 @@ class DCPConfig:
         dcp_size: ranks over which the KV cache is sharded by token; None = all ranks of the tensor-parallel group, or 1.
         tp_size: ranks that hold one model together; 1 = every rank holds all of it, or the part it has loaded.
         expert_parallel: with tp_size > 1, deal experts whole to the ranks; else every rank has a slice of each.
+        query_projection: with tp_size > 1 and dcp_size > 1, "sharded": every rank makes the queries of its own heads,
+            and each layer gathers those of its DCP group; or "replicated": every rank holds the query projections and
+            key up-projections of its DCP group and makes all of its queries, one message per layer less for more
+            weights.
         block_size: tokens per page on one rank.
         kv_interleave: consecutive tokens that stay on one rank; divides block_size.
         max_batch_size: requests held at once.
@@ -54,6 +59,7 @@ class DCPConfig:
     dcp_size: int | None = None
     tp_size: int = 1
     expert_parallel: bool = False
+    query_projection: str = "sharded"
     block_size: int = 64
     kv_interleave: int = 1
     max_batch_size: int = 8
@@ -90,6 +96,7 @@ class DCPConfig:
         _check_choice("verify", self.verify, VERIFY_MODES)
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", True, False))
         _check_choice("expert_parallel", self.expert_parallel, (True, False))
+        _check_choice("query_projection", self.query_projection, QUERY_PROJECTIONS)
         for name in ("backend", "draft_backend"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f'{name}={getattr(self, name)!r} must be "auto" or the name of an attention backend')
@@ -111,6 +118,12 @@ class DCPConfig:
             known = ", ".join(field.name for field in dataclasses.fields(self))
             raise ConfigError(f"unknown setting {', '.join(unknown)}; known settings: {known}")
         return dataclasses.replace(self, **changes)
+
+
+def check_experts_dealt(config: DCPConfig) -> None:
+    """ConfigError for experts to be dealt over one rank, once it is known that no model loaded in parts brings more."""
+    if config.expert_parallel and config.tp_size == 1:
+        raise ConfigError("expert_parallel=True needs tp_size > 1: one rank has nobody to deal experts to")
 
 
 def _check_integer(name: str, value: object, low: int) -> None:

@@ -55,7 +55,7 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
         engine, report = compile_model(model, optimized.config, optimized.parallel, taps)
     facts = {f"draft's {name}": value for name, value in weights_facts(draft).items()}
     check_agreement(optimized.parallel.replica, facts)
-    restore = _take_part(draft, optimized.parallel)
+    restore = _take_part(draft, optimized.parallel, optimized.config.query_projection)
     try:
         compiled = compile_draft(draft, model, engine)
     except BaseException:
@@ -68,8 +68,8 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     return optimized.draft
 
 
-def _take_part(draft: PreTrainedModel, parallel: ParallelLayout) -> Callable[[], None]:
+def _take_part(draft: PreTrainedModel, parallel: ParallelLayout, query_projection: str) -> Callable[[], None]:
     """Split the draft as its target is split; a draft whose class has no plan stays whole on every rank."""
     if shard_of(draft) is None and getattr(type(draft), "sharding_plan", None) is None:
         return lambda: None
-    return take_part(draft, parallel, expert_parallel=False)
+    return take_part(draft, parallel, False, query_projection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from ._compat import size_for_one_row
 from .backends import get_backend, plans_prefixes
 from .errors import UnsupportedModelError
+from .parallel.shard import shard_of
 from .passes.graph_tools import EXCHANGES, census
 from .passes.shard_dcp import is_collective
 
@@ -26,17 +28,18 @@ def explain(model: PreTrainedModel) -> str:
     optimized = model.__dict__.get("_dcp")
     if optimized is None:
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; call dcp_compile.optimize(model) first")
-    config, parallel, report = optimized.config, optimized.parallel, optimized.report
+    config, parallel, report, shard = optimized.config, optimized.parallel, optimized.report, shard_of(model)
     graph = report.graph
     site = graph.sites[0]
+    heads = "sharded" if parallel.heads_sharded else "replicated"
     recurrent = sum(ref.kind == "state" for ref in graph.states.values())
     lines = [
         f"{type(model).__name__}: {len(graph.sites)} MLA layers absorbed "
-        f"({site.heads} heads, latent {site.latent_dim} + rope {site.rope_dim}), {recurrent} recurrent layers",
+        f"({site.own_heads} heads, latent {site.latent_dim} + rope {site.rope_dim}), {recurrent} recurrent layers",
         f"ranks: dcp {parallel.dcp_size} (this is {parallel.dcp_rank}), tp {parallel.tp_size} (this is {parallel.tp_rank}), "
-        f"heads {'sharded' if parallel.heads_sharded else 'replicated'}, interleave {config.kv_interleave}, "
+        f"heads {heads}{_queries(site)}, interleave {config.kv_interleave}, "
         f"block {config.block_size}",
-        _weights(graph, config),
+        _weights(graph, config, shard.replicated_bytes(model) if shard is not None else 0),
         _attention(report),
     ]
     lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
@@ -53,6 +56,10 @@ def explain(model: PreTrainedModel) -> str:
     if model._dcp_engine.verify_costs is not None:
         lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
+
+
+def _queries(site) -> str:
+    return "" if site.own is None else f" with the queries of {site.heads} made here"
 
 
 def _attention(report) -> str:
@@ -110,15 +117,26 @@ def _values(dtype: torch.dtype, kv_scale: float) -> str:
     return f"{name} times {kv_scale:g}" if dtype == torch.float8_e4m3fn else name
 
 
-def _weights(graph, config) -> str:
-    """Parameters and buffers of this rank."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in graph.constants.values())
+def _weights(graph, config, replicated: int) -> str:
+    """Parameters and buffers of this rank, of which ``replicated`` bytes serve to make other ranks' queries."""
+    size = _bytes_held(graph.constants.values())
     if config.tp_size == 1:
         part = "the whole model"
     else:
         experts = "experts dealt whole" if config.expert_parallel else "experts sliced"
         part = f"one of {config.tp_size} parts, {experts} where the model has any"
+    if replicated:
+        part += f", {replicated} of them to make queries of other ranks"
     return f"weights: {size} bytes ({size / 2**20:.1f} MiB) on this rank, {part}"
+
+
+def _bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory that tensors, some of which are rows of others, lie on."""
+    total = end = 0
+    for start, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
+        total += max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return total
 
 
 def _communication(graph, parallel, path) -> list[str]:

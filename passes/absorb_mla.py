@@ -57,10 +57,13 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
     dead, _ = cone([site.key, site.value], [site.latent_new, site.rope_new])
     emit = Emitter(nodes, like=site.attention)
     heads, split = site.heads, site.nope_dim + site.value_dim
+    own_weight = None if site.own is None else _own_weight(graph, site, context)
     with nodes.inserting_before(site.attention):
-        per_head = emit(aten.view.default, site.weight, [heads, split, site.latent_dim])
+        per_head = own_per_head = emit(aten.view.default, site.weight, [heads, split, site.latent_dim])
+        if own_weight is not None:
+            own_per_head = emit(aten.view.default, own_weight, [site.own_heads, split, site.latent_dim])
         w_uk = emit(aten.slice.Tensor, per_head, 1, 0, site.nope_dim)
-        w_uv = emit(aten.slice.Tensor, per_head, 1, site.nope_dim, split)
+        w_uv = emit(aten.slice.Tensor, own_per_head, 1, site.nope_dim, split)
 
         def query(start: int, end: int) -> fx.Node:  # [T, H, 1, d] -> [H, T, d]
             part = _cat_operand(site.query, start, end) or emit(aten.slice.Tensor, site.query, 3, start, end)
@@ -71,17 +74,37 @@ def _absorb(graph: StepGraph, site: MLASite, context: PassContext) -> Attention:
         q_rope = emit(aten.permute.default, q_rope, [1, 0, 2])
         attention = emit_attention(emit, site, context, q_latent, q_rope)
 
-        out = emit(aten.permute.default, attention.out, [1, 0, 2])  # [H, T, R]
-        out = emit(aten.bmm.default, out, emit(aten.permute.default, w_uv, [0, 2, 1]))  # [H, T, Dv]
+        out = emit(aten.permute.default, attention.own, [1, 0, 2])  # [h, T, R]
+        out = emit(aten.bmm.default, out, emit(aten.permute.default, w_uv, [0, 2, 1]))  # [h, T, Dv]
         out = emit(aten.permute.default, out, [1, 0, 2])
         # The marker's fake output is contiguous, and the model may view it: the replacement must be, too.
         out = emit(aten.clone.default, out, memory_format=torch.contiguous_format)
-        out = emit(aten.unsqueeze.default, out, 1)  # [T, 1, H, Dv]
-    _check_same(site, out)
-    site.attention.replace_all_uses_with(out)
-    nodes.erase_node(site.attention)
+        out = emit(aten.unsqueeze.default, out, 1)  # [T, 1, h, Dv]
+    replaced = site.attention if site.own is None else site.own
+    _check_same(site, replaced, out)
+    replaced.replace_all_uses_with(out)
+    erase_unused(nodes, {replaced, site.attention})
     erase_unused(nodes, dead | {site.marker} | set(site.marker.users))
     return attention
+
+
+def _own_weight(graph: StepGraph, site: MLASite, context: PassContext) -> fx.Node:
+    """A constant of its own for the up-projections of the heads that the model goes on with; a slice would have the
+    rank's number in the graph, and graphs of all ranks are equal."""
+    part, parts = graph.constants[site.own.args[1]], site.own.args[2]
+    if (int(part), parts) != (context.rank, context.dcp_size):
+        raise InvariantError(
+            f"absorb_mla: {site.where} goes on with part {int(part)} of {parts} of its heads on rank {context.rank} of "
+            f"{context.dcp_size}"
+        )
+    rows = value(site.weight).shape[0] // parts
+    with graph.graph.inserting_after(site.weight):
+        node = graph.graph.placeholder(f"{site.weight.name}_own")
+    own = slice(context.rank * rows, (context.rank + 1) * rows)
+    with value(site.weight).fake_mode:
+        node.meta["val"] = value(site.weight)[own]
+    graph.constants[node] = graph.constants[site.weight][own]
+    return node
 
 
 def _cat_operand(query: fx.Node, start: int, end: int) -> fx.Node | None:
@@ -97,8 +120,8 @@ def _cat_operand(query: fx.Node, start: int, end: int) -> fx.Node | None:
     return None
 
 
-def _check_same(site: MLASite, out: fx.Node) -> None:
-    wanted, found = value(site.attention), value(out)
+def _check_same(site: MLASite, replaced: fx.Node, out: fx.Node) -> None:
+    wanted, found = value(replaced), value(out)
     if (wanted.shape, wanted.dtype) != (found.shape, found.dtype) or not found.is_contiguous():
         raise InvariantError(
             f"absorb_mla: {site.where}: the absorbed output is {found.dtype} {tuple(found.shape)} with strides "

@@ -17,8 +17,9 @@ class Attention:
     """The attention of one layer as emitted.
 
     Attributes:
-        q_latent, q_rope: queries of this rank's heads ``[T, H, R]``, ``[T, H, rope]``.
+        q_latent, q_rope: queries that the model makes on this rank, ``[T, H, R]``, ``[T, H, rope]``.
         out, lse: its results ``[T, H, R]``, ``[T, H]``.
+        own: of ``out``, the heads that the model goes on with, ``[T, h, R]``.
         calls: every node emitted for it, in order.
     """
 
@@ -26,11 +27,14 @@ class Attention:
     q_rope: fx.Node
     out: fx.Node
     lse: fx.Node
+    own: fx.Node
     calls: tuple[fx.Node, ...]
 
 
 def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node, q_rope: fx.Node) -> Attention:
     """Attention of ``site`` over this rank's pages.
+
+    The model goes on with all heads of the queries, or with its run of them where it says so (``site.own``).
 
     flattened: every row is on its own, with its own bound. split: all rows of a request share one bound over the prefix
     of final tokens, a small second call covers the rest, and the two merge by their LSE. tail: the prefix is out of
@@ -62,4 +66,7 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
             outs = add(aten.stack.default, [part[0] for part in parts])
             lses = add(aten.stack.default, [part[1] for part in parts])
             out, lse = pair(dcp.merge_partials.default, outs, lses)
-    return Attention(q_latent, q_rope, out, lse, tuple(calls))
+    own = out
+    if site.own is not None:
+        own = add(aten.slice.Tensor, out, 1, context.rank * site.own_heads, (context.rank + 1) * site.own_heads)
+    return Attention(q_latent, q_rope, out, lse, own, tuple(calls))

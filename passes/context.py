@@ -24,7 +24,7 @@ class PassContext:
         layout: "split", "flattened" or, for blocks with a window, "tail".
         backend: name of the attention backend.
         group: name of the DCP process group; None when dcp_size is 1.
-        heads_sharded: each rank of the group holds its own query heads, else every rank holds all of them.
+        heads_sharded: each rank of the group goes on with its own heads, else every rank with all of them.
     """
 
     rank: int = 0

@@ -57,6 +57,7 @@ class MLASite:
         latent, rope: as attention reads them (after the cache); latent_new, rope_new: of this step's tokens.
         weight: the up-projection parameter ``[H * (nope + value), latent]``.
         kv_cache, block_table, positions, prefix_lengths: graph inputs the marker carried.
+        own: the model's choice of this rank's heads among those it attends with; None if it goes on with all of them.
     """
 
     layer: int
@@ -81,6 +82,12 @@ class MLASite:
     value_dim: int
     latent_dim: int
     scale: float
+    own: fx.Node | None
+
+    @property
+    def own_heads(self) -> int:
+        """Heads that the model goes on with."""
+        return self.heads if self.own is None else self.heads // self.own.args[2]
 
 
 def run(graph: StepGraph, context: PassContext) -> PassResult:
@@ -139,6 +146,7 @@ def _candidate(attention: fx.Node, marker: fx.Node | None, model: str) -> MLASit
         weight=weight, kv_cache=marker.args[2], block_table=marker.args[3], positions=marker.args[4],
         prefix_lengths=marker.args[5], heads=heads, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim,
         latent_dim=latent_dim, scale=scale,
+        own=next((user for user in attention.users if user.target is dcp.own_heads.default), None),
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spread each layer's attention over the ranks of the DCP group.
 
-Every rank attends to the tokens it holds. When heads are sharded, the queries of all ranks are gathered first and each
-rank merges the partials of its own heads; when heads are replicated, each rank already has all queries and merges all
-partials. How the ranks exchange them is up to the two operators of :mod:`dcp_compile.ops.exchange`.
+Every rank attends to the tokens it holds. When heads are sharded, the queries of all ranks are gathered first, unless
+every rank makes all of them itself, and each rank merges the partials of its own heads; when heads are replicated, each
+rank has all queries and merges all partials. How the ranks exchange them is up to the two operators of
+:mod:`dcp_compile.ops.exchange`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def run(graph: StepGraph, context: PassContext) -> PassResult:
         local = graph.attention[site.layer]
         emit = Emitter(graph.graph, like=local.out)
         with graph.graph.inserting_before(local.calls[0]):
-            queries = (
-                _gather_heads(emit, site, context, local) if context.heads_sharded else (local.q_latent, local.q_rope)
-            )
+            queries = local.q_latent, local.q_rope
+            if _gathers(site, context):
+                queries = _gather_heads(emit, site, context, local)
             attention = emit_attention(emit, site, context, *queries)
-            out = emit(MERGE, attention.out, attention.lse, site.heads, context.dcp_size, context.group)
-        local.out.replace_all_uses_with(out)
-        erase_unused(graph.graph, local.calls)
-        graph.attention[site.layer] = replace(attention, q_latent=local.q_latent, q_rope=local.q_rope)
+            out = emit(MERGE, attention.out, attention.lse, site.own_heads, context.dcp_size, context.group)
+        local.own.replace_all_uses_with(out)
+        erase_unused(graph.graph, {*local.calls, attention.own})
+        graph.attention[site.layer] = replace(attention, q_latent=local.q_latent, q_rope=local.q_rope, own=out)
     return PassResult("shard_dcp", len(waiting))
 
 
@@ -58,14 +59,19 @@ def check(graph: StepGraph, context: PassContext) -> None:
     merges = nodes_of(graph.graph, MERGE)
     if len(merges) != len(graph.sites):
         raise InvariantError(f"shard_dcp: {len(merges)} merges for {len(graph.sites)} sites")
-    wanted = [GATHER, MERGE] if context.heads_sharded else [MERGE]
     for site, merge in zip(graph.sites, merges):
+        wanted = [GATHER, MERGE] if _gathers(site, context) else [MERGE]
         local = graph.attention[site.layer]
         between, _ = cone([merge], [local.q_latent, local.q_rope])
         found = [node.target for node in nodes_of(graph.graph, GATHER, MERGE) if node in between]
         if found != wanted:
             names = [[target.name() for target in targets] for targets in (found, wanted)]
             raise InvariantError(f"shard_dcp: layer {site.layer} meets the other ranks in {names[0]} instead of {names[1]}")
+
+
+def _gathers(site, context: PassContext) -> bool:
+    """Whether ranks make the queries of their own heads only."""
+    return context.heads_sharded and site.own is None
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -59,6 +59,7 @@ def test_other_integers_are_not_optional() -> None:
 @pytest.mark.parametrize("name, value", [
     ("decode_layout", "paged"), ("decode_layout", ["split"]), ("lowering", "trtllm"), ("lowering", None),
     ("verify", "half"), ("cuda_graphs", "yes"), ("cuda_graphs", None), ("cuda_graphs", 1),
+    ("query_projection", "gathered"), ("query_projection", True),
 ])  # fmt: skip
 def test_choices(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name) as caught:

@@ -14,9 +14,11 @@ from dcp_compile.api import Optimized
 from dcp_compile.capture import StepGraph, capture
 from dcp_compile.compiler import compile_draft, compile_graph
 from dcp_compile.parallel import ParallelLayout
+from dcp_compile.parallel.shard import shard_of
 from dcp_compile.passes import PASSES
 from dcp_compile.passes.graph_tools import census
 from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
+from tests.passes.models import captured_part
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_linear
 
 CONFIG = DCPConfig(block_size=4, max_batch_size=3, max_seq_len=21, num_speculative_tokens=2)
@@ -139,6 +141,26 @@ def test_two_ranks(attention_only: StepGraph, tp_size: int, heads: str, collecti
     assert f"exchange of attention: collectives ({reason}); other collectives: torch.distributed with gloo" in text
     assert ("the whole model" if tp_size == 1 else "one of 2 parts, experts sliced") in text
     assert "recurrent state" not in text
+
+
+def test_queries_that_every_rank_makes() -> None:
+    """Two heads of each rank; half of the weights that queries are made with are those of the other rank."""
+    part = captured_part(1)
+    group = SimpleNamespace(group_name="ranks")
+    places = {"tp_size": 2, "tp_rank": 1, "dcp_size": 2, "dcp_rank": 1}
+    parallel = ParallelLayout(**places, dcp_group=group, tp_group=group, transport="gloo")
+    config = CONFIG.replace(tp_size=2, query_projection="replicated")
+    model = Model(part.original, config, parallel)
+    vars(model)["_dcp_shard"] = shard_of(part.model)
+    model.get_parameter = part.model.get_parameter
+    text = dcp_compile.explain(model)
+    assert "1 MLA layers absorbed (2 heads, " in text
+    assert "heads sharded with the queries of 4 made here, interleave 1" in text
+    attention = part.model.model.layers[1].self_attn
+    more = (attention.q_b_proj.weight.nbytes + attention.kv_b_proj.weight.nbytes) // 2
+    held = sum(tensor.nbytes for tensor in part.original.constants.values())
+    assert f"weights: {held} bytes " in text and f"has any, {more} of them to make queries of other ranks" in text
+    assert "gather_heads" not in text and "1 merge_ranks; " in text
 
 
 def test_a_model_that_is_not_optimised() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import BackendError, InvariantError
 from .contract import AttentionRequirements, BackendCapabilities
+from .portable_tail import PortableTail
 
 LEAST_VERSION = (0, 6, 13)  # the first checked; earlier ones report base-2 logarithms only
 WORKSPACE_BYTES = 32 << 20  # partial results of two query tiles per multiprocessor take 18 MB
@@ -36,7 +37,7 @@ def installed_version_problem() -> str | None:
     return None
 
 
-class FlashInferBackend:
+class FlashInferBackend(PortableTail):
     """Planned on the host, between steps. Per-row bounds would mean a plan per step, so there is no flattened layout."""
 
     name = "flashinfer"
@@ -81,11 +82,6 @@ class FlashInferBackend:
         if self.plan_in_force is None:
             raise InvariantError("flashinfer: a prefix call outside of a plan")
         return self.plan_in_force.attend(q_latent, q_rope, kv_cache, scale)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)
 
 
 class FlashInferPlan:

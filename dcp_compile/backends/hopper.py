@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .contract import BackendCapabilities
+from .portable_tail import PortableTail
 
 # Gluon is experimental: its interface changes between Triton releases, so only those it was checked on are used.
 TRITON_VERSIONS = ("3.6",)
 
 
-class HopperBackend:
+class HopperBackend(PortableTail):
     """Plan-free, with per-row bounds on the device. The tail of the split layout runs on the portable kernel."""
 
     name = "hopper"
@@ -57,8 +58,3 @@ class HopperBackend:
         from ..kernels.mla_hopper import mla_prefix
 
         return mla_prefix(*operands)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)

@@ -13,11 +13,13 @@ import math
 import torch
 from torch import Tensor
 
+from .portable_tail import PortableTail
+
 KEYS_PER_TILE = 128
 """Keys the CuTe-DSL kernels take at once; the page list of a row must fill whole tiles."""
 
 
-class SingleRows:
+class SingleRows(PortableTail):
     """The calls of a backend that follow from its ``attend_rows``: a prefix is the same bound for all rows of a request,
     and the tail runs on the portable kernel."""
 
@@ -28,11 +30,6 @@ class SingleRows:
         requests = requests_of(len(q_latent), prefix_bounds)
         bounds = prefix_bounds[requests]
         return self.attend_rows(q_latent, q_rope, kv_cache, block_table, requests, bounds, scale)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)
 
 
 @functools.cache

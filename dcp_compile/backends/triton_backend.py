@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from .contract import BackendCapabilities
+from .portable_tail import PortableTail
 
 
-class TritonBackend:
-    """Portable and plan-free: lengths are read on the device, so every call can be captured as it is."""
+class TritonBackend(PortableTail):
+    """Portable and plan-free: lengths are read on the device, so every call can be captured as it is. Its tail is also
+    that of other backends."""
 
     name = "triton"
     capabilities = BackendCapabilities(
@@ -50,8 +52,3 @@ class TritonBackend:
         from ..kernels.mla_rows import mla_prefix
 
         return mla_prefix(*operands)
-
-    def attend_tail(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail
-
-        return mla_tail(*operands)

@@ -212,11 +212,14 @@ def split_prompts(input_ids: Tensor, mask: Tensor | None, vocab_size: int) -> tu
         the rows without padding, and the padding columns per row.
 
     Raises:
-        GenerationError: the mask is not one of left padding, a row is empty or an id is out of range.
+        GenerationError: the mask is not one of left padding, a row is empty or an id is out of range; or token healing,
+            which runs after the call's own mask was checked, made more or fewer columns of several prompts.
     """
     columns = input_ids.shape[1]
+    if mask is not None and mask.shape != input_ids.shape:
+        _check_no_padding(input_ids, mask)
+        mask = None
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
-    _check_mask_shape(input_ids, real)  # token healing can change the ids after the call's own mask was checked
     lengths = real.sum(dim=1)
     left_padded = torch.arange(columns, device=input_ids.device) >= columns - lengths[:, None]
     wrong = (real != left_padded).any(dim=1).nonzero().flatten().tolist()
@@ -243,6 +246,16 @@ def _check_mask_shape(input_ids: Tensor, mask: Tensor) -> None:
     if mask.shape != input_ids.shape:
         raise GenerationError(
             f"attention_mask has shape {list(mask.shape)}, input_ids {list(input_ids.shape)}: they must be equal"
+        )
+
+
+def _check_no_padding(healed_ids: Tensor, mask: Tensor) -> None:
+    """GenerationError unless there is one unpadded prompt: none of the columns that token healing made is padding."""
+    if len(healed_ids) > 1 or not mask.all():
+        raise GenerationError(
+            f"token_healing tokenised the prompts anew: {healed_ids.shape[1]} columns, of which an attention_mask of "
+            f"{mask.shape[1]} no longer says which are padding; pass prompts without special tokens and without white "
+            "space at their ends, or one unpadded prompt per call"
         )
 
 

@@ -3,9 +3,9 @@
 
 import torch
 
-from . import conv, exchange, kda, kv_write, markers, merge, metadata, mla
+from . import conv, exchange, heads, kda, kv_write, markers, merge, metadata, mla
 
 if torch.cuda.is_available():
     from . import cuda  # noqa: F401
 
-__all__ = ["conv", "exchange", "kda", "kv_write", "markers", "merge", "metadata", "mla"]
+__all__ = ["conv", "exchange", "heads", "kda", "kv_write", "markers", "merge", "metadata", "mla"]

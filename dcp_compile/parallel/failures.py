@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ..errors import RankError
 
+REMEDY = "The output of the other ranks says why; start all of them again (with a longer timeout if one was only slow)"
+
 # Libraries raise plain RuntimeErrors for lost or silent peers; these words are in all of them (torch 2.11 - 2.13).
 _SIGNS = ("gloo", "nccl", "wait timeout")
 
@@ -26,7 +28,4 @@ def answering_ranks(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(sign in str(error).lower() for sign in _SIGNS):
             raise
-        raise RankError(
-            f"another rank died, or did not answer in time, while {doing}: {error}. The output of the other ranks says why; "
-            "start all of them again (with a longer timeout if one was only slow)"
-        ) from error
+        raise RankError(f"another rank died, or did not answer in time, while {doing}: {error}. {REMEDY}") from error

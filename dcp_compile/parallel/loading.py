@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .. import _compat
-from ..config import DCPConfig
+from ..config import DCPConfig, check_experts_dealt
 from ..errors import CheckpointError, ConfigError
 from .groups import ParallelLayout, parallel_layout
 from .plan import ShardingPlan, Split, find_plan, plan_splits
-from .shard import ModelShard
+from .shard import ModelShard, count_query_ranks
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64
 _TIMEOUT = 1800.0
@@ -49,7 +49,8 @@ class CheckpointFiles:
         for path in self.paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    found[name] = FileEntry(self, path, name, tuple(file.get_slice(name).get_shape()))
+                    entry = file.get_slice(name)
+                    found[name] = FileEntry(self, path, name, tuple(entry.get_shape()), entry.get_dtype())
         return found
 
     def read(self, path: str, name: str, index: Any) -> Tensor:
@@ -81,15 +82,19 @@ class CheckpointFiles:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor in a file, read where it is indexed."""
+    """A tensor in a file, read where it is indexed; ``dtype`` is the file format's name, such as "U8"."""
 
     files: CheckpointFiles
     path: str
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.files.read(self.path, self.name, index)
@@ -112,8 +117,8 @@ class OwnPart:
 class ShardLoading:
     """One from_pretrained() of a part of a model."""
 
-    def __init__(self, ranks: ParallelLayout, expert_parallel: bool) -> None:
-        self.ranks, self.expert_parallel = ranks, expert_parallel
+    def __init__(self, ranks: ParallelLayout, expert_parallel: bool, query_ranks: int) -> None:
+        self.ranks, self.expert_parallel, self.query_ranks = ranks, expert_parallel, query_ranks
         self.files = CheckpointFiles([])
         self.plan: ShardingPlan | None = None
         self.shard: ModelShard | None = None
@@ -130,15 +135,17 @@ class ShardLoading:
             UnsupportedModelError, ConfigError: the model cannot be split, or not over so many ranks.
         """
         ranks = self.ranks
-        self.plan = find_plan(model, self.expert_parallel)
+        self.plan = find_plan(model, self.expert_parallel, self.query_ranks)
         splits = plan_splits(model, self.plan, ranks.tp_size)
         parts = dict(sources)
         for path, split in splits.items():
             if path in sources:
                 shape = tuple(model.get_parameter(path).shape)
                 parts[path] = OwnPart(sources[path], shape, split, ranks.tp_rank, ranks.tp_size)
-        files = self.files.fingerprint()
-        self.shard = ModelShard(ranks.tp_size, ranks.tp_rank, ranks.tp_group, self.expert_parallel, splits, files)
+        self.shard = ModelShard(
+            ranks.tp_size, ranks.tp_rank, ranks.tp_group, self.expert_parallel, self.query_ranks, splits,
+            files=self.files.fingerprint(),
+        )  # fmt: skip
         for path, split in splits.items():
             parameter = model.get_parameter(path)
             parameter.data = split.cut(parameter.data, parameter.shape, ranks.tp_rank, ranks.tp_size)
@@ -160,10 +167,18 @@ def shard_loading() -> ShardLoading | None:
 
 
 class ShardedLoading:
-    """Mixed in before PreTrainedModel: ``from_pretrained`` takes ``tp_size`` and ``expert_parallel``."""
+    """Mixed in before PreTrainedModel: ``from_pretrained`` takes ``tp_size`` and how to split."""
 
     @classmethod
-    def from_pretrained(cls, *args: Any, tp_size: int = 1, expert_parallel: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls,
+        *args: Any,
+        tp_size: int = 1,
+        expert_parallel: bool = False,
+        query_projection: str = "sharded",
+        dcp_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As PreTrainedModel.from_pretrained; with ``tp_size`` > 1, this rank's part of the model.
 
         Every rank of a program under torchrun calls it. ``forward()`` and ``generate()`` of the parts give on every
@@ -172,20 +187,28 @@ class ShardedLoading:
         Args:
             tp_size: ranks that hold one model together.
             expert_parallel: deal experts whole to the ranks; otherwise every rank has a slice of each.
+            query_projection: see :class:`~dcp_compile.DCPConfig`.
+            dcp_size: ranks of the DCP group that optimize() will make, which "replicated" queries are shared in; None:
+                all of them. Has no other use here.
 
         Raises:
             ConfigError: the model does not divide over so many ranks, or they are not running.
-            UnsupportedModelError: the model has no plan for being split, or no experts to deal.
+            UnsupportedModelError: the model has no plan for being split, no experts to deal, or no queries to share.
             RankError: the ranks want different things.
         """
-        if not isinstance(expert_parallel, bool):
-            raise ConfigError(f"expert_parallel={expert_parallel!r} must be True or False")
-        settings = DCPConfig(tp_size=tp_size, dcp_size=1, timeout=_TIMEOUT)
+        if query_projection != "replicated":
+            dcp_size = 1
+        elif dcp_size is None:
+            dcp_size = tp_size
+        settings = DCPConfig(
+            tp_size=tp_size, dcp_size=dcp_size, expert_parallel=expert_parallel, query_projection=query_projection,
+            timeout=_TIMEOUT,
+        )  # fmt: skip
+        query_ranks = count_query_ranks(query_projection, tp_size, dcp_size)
         if tp_size == 1:
-            if expert_parallel:
-                raise ConfigError("expert_parallel=True needs tp_size > 1: one rank has nobody to deal experts to")
+            check_experts_dealt(settings)
             return super().from_pretrained(*args, **kwargs)
-        loading = ShardLoading(parallel_layout(settings, _any_device()), expert_parallel)
+        loading = ShardLoading(parallel_layout(settings, _any_device()), expert_parallel, query_ranks)
         token = _current.set(loading)
         try:
             with _one_progress_bar(), _compat.one_tensor_at_a_time():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import _compat
 from ..errors import ConfigError, RankError
 from ..ops.exchange import MAILBOXES, Mailboxes
-from .failures import answering_ranks
+from .failures import REMEDY, answering_ranks
 
 if TYPE_CHECKING:
     from ..kernels.mailbox import Mailbox
@@ -83,10 +83,8 @@ def check_answering(group: dist.ProcessGroup | None) -> None:
     for box in _opened.get(group.group_name, ()) if group is not None else ():
         lost = int(box.lost)
         if lost:
-            raise RankError(
-                f"rank {dist.get_process_group_ranks(group)[lost - 1]} did not answer in time while exchanging attention. The "
-                "output of the other ranks says why; start all of them again (with a longer timeout if one was only slow)"
-            )
+            rank = dist.get_process_group_ranks(group)[lost - 1]
+            raise RankError(f"rank {rank} did not answer in time while exchanging attention. {REMEDY}")
 
 
 def _unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, UnsupportedModelError
-from .exchange import sum_output
+from .parts import sum_output
 
 if TYPE_CHECKING:
     from .shard import ModelShard
@@ -28,17 +28,19 @@ class Split:
         dim: the dim that is split. parts: tensors stacked along it, each of which is split by itself; 1 for dim 0.
         groups: setting of the model's config that counts what must stay together along the dim, such as heads; None:
             every index may go to another rank.
+        sharers: consecutive ranks that hold the same, their parts together.
     """
 
     dim: int = 0
     parts: int = 1
     groups: str | None = None
+    sharers: int = 1
 
     def regions(self, shape: Sequence[int], rank: int, size: int) -> list[Region]:
         """What rank ``rank`` of ``size`` holds of a tensor of this shape, to be concatenated along the dim."""
         part = shape[self.dim] // self.parts
-        own = part // size
-        starts = [index * part + rank * own for index in range(self.parts)]
+        own = part // (size // self.sharers)
+        starts = [index * part + rank // self.sharers * own for index in range(self.parts)]
         return [(slice(None),) * self.dim + (slice(start, start + own),) for start in starts]
 
     def cut(self, entry: Any, shape: Sequence[int], rank: int, size: int) -> Tensor:
@@ -47,7 +49,7 @@ class Split:
         if self.parts == 1:
             return entry[regions[0]].contiguous()
         # One index of the first dim after the other: a second copy of experts may be too large to hold.
-        own = [*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :]]
+        own = [*shape[: self.dim], shape[self.dim] // (size // self.sharers), *shape[self.dim + 1 :]]
         some = entry[(slice(0, 0),)]
         out = torch.empty(own, dtype=some.dtype, device=some.device)
         for index in range(shape[0]):
@@ -63,13 +65,21 @@ class ShardingPlan:
     Attributes:
         splits: parameter name, or the end of it from a dot on -> its split. Other parameters are whole on every rank.
         exchanges: module name, or the end of it -> what completes its output over the ranks.
+        queries: of the splits, those of the weights that queries are made and keys are absorbed with; none: they cannot
+            be shared.
         expert_parallel: the plan in which every rank holds some experts whole instead of a slice of each; None: the
             model has no experts to deal.
     """
 
     splits: Mapping[str, Split]
     exchanges: Mapping[str, Callable[[ModelShard, nn.Module], None]]
+    queries: frozenset[str] = frozenset()
     expert_parallel: ShardingPlan | None = None
+
+    def sharing_queries(self, ranks: int) -> ShardingPlan:
+        """The plan by which each of ``ranks`` consecutive ranks makes the queries of all of them."""
+        shared = {name: replace(self.splits[name], sharers=ranks) for name in self.queries}
+        return replace(self, splits={**self.splits, **shared})
 
 
 # Attention heads of models that have no plan of their own: transformers' MLA.
@@ -84,11 +94,14 @@ TRANSFORMERS_HEADS = ShardingPlan(
 )
 
 
-def find_plan(model: nn.Module, expert_parallel: bool) -> ShardingPlan:
+def find_plan(model: nn.Module, expert_parallel: bool, query_ranks: int) -> ShardingPlan:
     """The plan of a model's class, or the one for the attention heads of transformers' models.
 
+    Args:
+        query_ranks: consecutive ranks of which each makes the queries of all.
+
     Raises:
-        UnsupportedModelError: neither covers the model, or it has no experts to deal.
+        UnsupportedModelError: neither covers the model, it has no experts to deal, or its queries cannot be shared.
     """
     plan = getattr(type(model), "sharding_plan", None)
     if plan is None:
@@ -99,7 +112,13 @@ def find_plan(model: nn.Module, expert_parallel: bool) -> ShardingPlan:
             f"expert_parallel=True, but {type(model).__name__} has no experts that its plan could deal to the ranks; "
             "leave it False"
         )
-    return plan.expert_parallel if expert_parallel else plan
+    plan = plan.expert_parallel if expert_parallel else plan
+    if query_ranks > 1 and not plan.queries:
+        raise UnsupportedModelError(
+            f'query_projection="replicated", but the plan for {type(model).__name__} does not say what queries are '
+            'made with; leave it "sharded"'
+        )
+    return plan.sharing_queries(query_ranks)
 
 
 def named(table: Mapping[str, Any], path: str) -> Any | None:

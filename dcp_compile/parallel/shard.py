@@ -16,7 +16,7 @@ from .agreement import weights_fingerprint
 from .groups import ParallelLayout
 from .plan import ShardingPlan, Split, find_plan, named, plan_splits
 
-_MARK = "first_own"
+_MARK = "own"
 _c10d = torch.ops._c10d_functional  # collectives that a tracer records
 
 
@@ -27,6 +27,7 @@ class ModelShard:
     Attributes:
         tp_size, tp_rank, group: the ranks that hold the parts. The group is looked up at every exchange.
         expert_parallel: every rank holds some experts whole, not a slice of each.
+        query_ranks: consecutive ranks of which each makes the queries of all; 1: every rank those of its own heads.
         splits: by path, for every parameter that is split.
         files: digest of the files the part was read from, None if it was cut from a whole model.
         bytes_read: of these files.
@@ -36,10 +37,17 @@ class ModelShard:
     tp_rank: int
     group: dist.ProcessGroup
     expert_parallel: bool
+    query_ranks: int
     splits: dict[str, Split]
     files: str | None = None
     bytes_read: int = 0
     _undo: list[Callable[[], None]] = field(default_factory=list)
+    _device: torch.device = torch.device("cpu")
+
+    def replicated_bytes(self, model: nn.Module) -> int:
+        """What this part holds more than it would if every rank made the queries of its own heads."""
+        shares = {path: split.sharers for path, split in self.splits.items() if split.sharers > 1}
+        return sum(model.get_parameter(path).nbytes * (sharers - 1) // sharers for path, sharers in shares.items())
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors of this shape."""
@@ -57,10 +65,9 @@ class ModelShard:
         vars(module)[name] = value
         self._undo.append(lambda: vars(module).update({name: before}) if had else vars(module).pop(name))
 
-    def mark_first(self, module: nn.Module, count: int) -> None:
-        """Tell a module which of its rows is the first one on this rank, each rank holding ``count`` of them."""
-        first = torch.tensor(self.tp_rank * count, device=next(module.parameters()).device)
-        module.register_buffer(_MARK, first, persistent=False)
+    def mark(self, module: nn.Module, own: int) -> None:
+        """Tell a module in a buffer, ``module.own``, which (or which first) of its rows or parts is this rank's."""
+        module.register_buffer(_MARK, torch.tensor(own, device=self._device), persistent=False)
         self._undo.append(lambda: delattr(module, _MARK))
 
     def narrow(self, model: nn.Module) -> None:
@@ -73,6 +80,7 @@ class ModelShard:
 
     def connect(self, model: nn.Module, plan: ShardingPlan) -> None:
         """Have the modules of a narrowed model exchange what the plan says; it can no longer be saved."""
+        self._device = next(model.parameters()).device
         for path, module in model.named_modules():
             exchange = named(plan.exchanges, path)
             if exchange is not None:
@@ -119,8 +127,13 @@ def weights_facts(model: nn.Module) -> dict[str, object]:
     }
 
 
-def take_part(model: nn.Module, parallel: ParallelLayout, expert_parallel: bool) -> Callable[[], None]:
+def take_part(
+    model: nn.Module, parallel: ParallelLayout, expert_parallel: bool, query_projection: str
+) -> Callable[[], None]:
     """Make a model this rank's part with the groups of ``parallel``; one that was loaded as a part stays what it is.
+
+    Args:
+        expert_parallel, query_projection: see :class:`DCPConfig`.
 
     Returns:
         What brings back the model as it was.
@@ -129,27 +142,53 @@ def take_part(model: nn.Module, parallel: ParallelLayout, expert_parallel: bool)
         UnsupportedModelError, ConfigError: the model cannot be split, or not over so many ranks, or was loaded as a
             part for another number of them. Nothing is changed.
     """
+    query_ranks = count_query_ranks(query_projection, parallel.tp_size, parallel.dcp_size)
     shard = shard_of(model)
     if shard is None:
-        return shard_model(model, parallel, expert_parallel).restore if parallel.tp_size > 1 else lambda: None
+        if parallel.tp_size == 1:
+            return lambda: None
+        return shard_model(model, parallel, expert_parallel, query_ranks).restore
     if shard.tp_size != parallel.tp_size:
         raise ConfigError(
             f"tp_size={parallel.tp_size}, but {type(model).__name__} was loaded with tp_size={shard.tp_size}; use the "
             "same for both"
         )
+    if shard.query_ranks not in (1, parallel.dcp_size):
+        raise ConfigError(
+            f"dcp_size={parallel.dcp_size}, but {type(model).__name__} was loaded with "
+            f'query_projection="replicated" and dcp_size={shard.query_ranks}; use the same for both'
+        )
     before, shard.group = shard.group, parallel.tp_group
     return lambda: setattr(shard, "group", before)
 
 
-def shard_model(model: nn.Module, parallel: ParallelLayout, expert_parallel: bool = False) -> ModelShard:
+def count_query_ranks(query_projection: str, tp_size: int, dcp_size: int) -> int:
+    """Consecutive ranks of which each makes the queries of all (see :class:`DCPConfig`).
+
+    Raises:
+        ConfigError: "replicated" where no queries would be gathered.
+    """
+    if query_projection == "sharded":
+        return 1
+    if tp_size == 1 or dcp_size == 1:
+        raise ConfigError(
+            f'query_projection="replicated" with tp_size={tp_size}, dcp_size={dcp_size}: queries are gathered where '
+            'both are larger than 1 only, so there is nothing to save; leave it "sharded"'
+        )
+    return dcp_size
+
+
+def shard_model(
+    model: nn.Module, parallel: ParallelLayout, expert_parallel: bool = False, query_ranks: int = 1
+) -> ModelShard:
     """Keep this rank's part of a whole model.
 
     Raises:
         UnsupportedModelError, ConfigError: the model cannot be split, or not over so many ranks. Nothing is changed.
     """
-    plan = find_plan(model, expert_parallel)
+    plan = find_plan(model, expert_parallel, query_ranks)
     splits = plan_splits(model, plan, parallel.tp_size)
-    shard = ModelShard(parallel.tp_size, parallel.tp_rank, parallel.tp_group, expert_parallel, splits)
+    shard = ModelShard(parallel.tp_size, parallel.tp_rank, parallel.tp_group, expert_parallel, query_ranks, splits)
     shard.narrow(model)
     shard.connect(model, plan)
     return shard

@@ -37,6 +37,7 @@ class K3DSparkAttention(nn.Module):
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
         )
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
+        self.own_heads = nn.Identity()  # a part of a model may attend with more heads than it goes on with
 
     def cache_entry(self, x: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, S, H] -> latent [B, 1, S, R] after its norm, shared key [B, 1, S, Dr] after rotation."""
@@ -67,7 +68,7 @@ class K3DSparkAttention(nn.Module):
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, _ = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling)
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(self.own_heads(out).flatten(2))
 
 
 class K3DSparkModel(DSparkBackbone):

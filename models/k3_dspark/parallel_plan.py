@@ -5,7 +5,7 @@ Embedding and output head are the target's. The Markov and the confidence head a
 drafted token, where a message would cost more than it saves.
 """
 
-from dcp_compile.parallel.exchange import sum_output
+from dcp_compile.parallel.parts import own_heads, sum_output
 from dcp_compile.parallel.plan import ShardingPlan, Split
 
 _HEADS = Split(0, groups="num_attention_heads")
@@ -19,5 +19,6 @@ SHARDING_PLAN = ShardingPlan(
         "mlp.up_proj.weight": Split(0),
         "mlp.down_proj.weight": Split(1),
     },
-    exchanges={"self_attn.o_proj": sum_output, "mlp.down_proj": sum_output},
+    exchanges={"self_attn.own_heads": own_heads, "self_attn.o_proj": sum_output, "mlp.down_proj": sum_output},
+    queries=frozenset({"self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"}),
 )

@@ -65,6 +65,7 @@ class KimiK3Attention(nn.Module):
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.g_proj = nn.Linear(hidden, heads * self.v_head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=False)
+        self.own_heads = nn.Identity()  # a part of a model may attend with more heads than it goes on with
 
     def expand_kv(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Per-head keys and values ``[batch, heads, seq, dim]`` of cached entries ``[batch, 1, seq, ...]``."""
@@ -90,5 +91,5 @@ class KimiK3Attention(nn.Module):
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        out = out.flatten(-2) * torch.sigmoid(self.g_proj(hidden_states))
+        out = self.own_heads(out).flatten(-2) * torch.sigmoid(self.g_proj(hidden_states))
         return self.o_proj(out), weights

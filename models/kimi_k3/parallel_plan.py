@@ -5,7 +5,7 @@ Router, norms, mixtures, the low-rank projections in front of the heads and the 
 of the experts are whole on every rank.
 """
 
-from dcp_compile.parallel.exchange import complete_sums, gather_output, look_up, own_experts, sum_output
+from dcp_compile.parallel.parts import complete_sums, gather_output, look_up, own_experts, own_heads, sum_output
 from dcp_compile.parallel.plan import ShardingPlan, Split
 
 _MLA_HEADS = Split(0, groups="num_attention_heads")
@@ -40,7 +40,9 @@ _SPLITS = {
     "embed_tokens.weight": _ROWS,
     "lm_head.weight": _ROWS,
 }
+_QUERIES = frozenset({"self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"})
 _EXCHANGES = {
+    "self_attn.own_heads": own_heads,
     "self_attn.o_proj": sum_output,
     "mlp.down_proj": sum_output,
     "block_sparse_moe": complete_sums,  # routed and shared experts in one message
@@ -52,8 +54,10 @@ SHARDING_PLAN = ShardingPlan(
     # every rank has a slice of each expert: of gate and up, stacked in rows, and of the columns of down
     splits={**_SPLITS, "experts.gate_up_proj": Split(1, parts=2), "experts.down_proj": Split(2)},
     exchanges=_EXCHANGES,
+    queries=_QUERIES,
     expert_parallel=ShardingPlan(
         splits={**_SPLITS, "experts.gate_up_proj": Split(0), "experts.down_proj": Split(0)},
         exchanges={**_EXCHANGES, "block_sparse_moe.experts": own_experts},
+        queries=_QUERIES,
     ),
 )

@@ -101,20 +101,25 @@ def plan_loading(
         ignored: prefixes of text tensors that this model has no use for.
 
     Raises:
-        CheckpointError: tensors that are missing, unknown, of the wrong shape or given twice; all are named.
+        CheckpointError: tensors that are missing, unknown, of the wrong shape or type, or given twice; all are named.
     """
     text = _text_entries(entries)
     unused = {name for name in text if not name.startswith(ignored)}
     problems: list[str] = []
     plan: dict[str, Any] = {}
 
-    def take(name: str, shape: list[int]) -> Any:
+    def take(name: str, shape: list[int], mxfp4_part: bool = False) -> Any:
         """The entry called ``name``, noting what is wrong with it."""
         unused.discard(name)
         if name not in text:
             problems.append(f"missing {PREFIX}{name} {shape}")
         elif _shape(text[name]) != shape:
             problems.append(f"{PREFIX}{name} is {_shape(text[name])}, the model needs {shape}")
+        elif mxfp4_part and _dtype(text[name]) != "uint8":
+            problems.append(
+                f"{PREFIX}{name} is {_dtype(text[name])}, MXFP4 stores codes and scales (exponents of 2, plus 127) as "
+                f"uint8; store it so, or the expert unquantised as {name.rpartition('_')[0]}"
+            )
         return text.get(name)
 
     for parameter, tensor in parameters.items():
@@ -141,7 +146,7 @@ def plan_loading(
 
 
 def _plan_experts(
-    path: str, matrices: tuple[str, ...], fused: Tensor, text: Mapping[str, Any], take: Callable[[str, list[int]], Any]
+    path: str, matrices: tuple[str, ...], fused: Tensor, text: Mapping[str, Any], take: Callable[..., Any]
 ) -> FusedExperts:
     experts, rows, columns = fused.shape
     rows //= len(matrices)
@@ -150,8 +155,8 @@ def _plan_experts(
         for matrix in matrices:
             name = f"{path}.{expert}.{matrix}.weight"
             if f"{name}_packed" in text or f"{name}_scale" in text:
-                packed = take(f"{name}_packed", [rows, columns // 2])
-                scale = take(f"{name}_scale", [rows, columns // mxfp4.GROUP])
+                packed = take(f"{name}_packed", [rows, columns // 2], mxfp4_part=True)
+                scale = take(f"{name}_scale", [rows, columns // mxfp4.GROUP], mxfp4_part=True)
                 sources[expert].append((packed, scale))
             else:
                 sources[expert].append((take(name, [rows, columns]),))
@@ -173,6 +178,14 @@ def _text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape(entry: Any) -> list[int]:
     return list(entry.shape if isinstance(entry, Tensor) else entry.get_shape())
+
+
+def _dtype(entry: Any) -> str:
+    """Element type by the name torch or the file has for it; that of uint8 is the same."""
+    if isinstance(entry, Tensor):
+        return str(entry.dtype).removeprefix("torch.")
+    name = entry.get_dtype()
+    return "uint8" if name == "U8" else name
 
 
 def official_state_dict(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -142,3 +142,18 @@ def test_the_blackwell_call_passes_flashinfers_own_checks(monkeypatch: pytest.Mo
             taken = can(*sizes, *dtypes, (128, 128), (128, 256), False, True, False, page)
             have = backend.capabilities
             assert taken == (heads in have.head_counts and page in have.page_sizes), (heads, page)
+
+
+@pytest.mark.parametrize("blocks", [132, 148, 160])
+def test_flashinfers_scratch_memory_does_not_grow_with_gathered_heads(blocks: int) -> None:
+    """What the library takes of it, log-sum-exps included, by its own count: partials of at most one tile per block."""
+    kernel = library.flashinfer_source("cute_dsl/attention/monolithic/mla_decode_fp16.py")
+    splits = library.functions(kernel, "get_split_kv_simplified")["get_split_kv_simplified"]
+    size = library.functions(kernel, "get_workspace_size")["get_workspace_size"]
+    float32 = SimpleNamespace(width=32)
+    largest = [
+        max(size(heads, 1, LATENT, rows, splits(rows, 1, blocks), float32) for rows in range(1, 2 * blocks))
+        for heads in (1, 12, 96, 128)
+    ]
+    assert 0 < largest[0] <= flashinfer_blackwell.WORKSPACE_BYTES
+    assert len(set(largest)) == 1

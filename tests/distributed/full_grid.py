@@ -32,9 +32,12 @@ def settings(world: int, model: str) -> Iterator[Setting]:
     for (tp, dcp), interleave, layout in itertools.product(SIZES[world], INTERLEAVES, LAYOUTS):
         if tp > _MOST_PARTS.get(model, tp) or (tp > 1 and dcp == 1 and interleave > 1):
             continue
+        drafts = {1: 4, 4: 1, 8: 7}[interleave]
         for chunk in CHUNKS:
             yield Setting(model, tp, dcp, interleave, layout, chunk)
-        drafts = {1: 4, 4: 1, 8: 7}[interleave]
+        if min(tp, dcp) > 1 and model in ("kimi_k3", "mini"):
+            yield Setting(model, tp, dcp, interleave, layout, 5, replicated=True)
+            yield Setting(model, tp, dcp, interleave, layout, 64, speculation=drafts, replicated=True)
         yield Setting(model, tp, dcp, interleave, layout, 64, speculation=drafts, stale=layout == "split")
         if layout == "split":
             yield Setting(model, tp, dcp, interleave, layout, 64, speculation=drafts, backend="flashinfer")

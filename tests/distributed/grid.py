@@ -54,7 +54,7 @@ class Setting:
         speculation: draft tokens of random verify rounds (see :func:`decode_in_rounds`); 0 = plain greedy decoding.
         stale: prefixes of the split layout are random older lengths.
         expert_parallel: how experts are split with tp > 1. loaded: each rank loads its part from a folder, with MXFP4
-            experts, and does not cut it from a whole model.
+            experts, and does not cut it from a whole model. replicated: so are the query projections in a DCP group.
         backend: of attention; "flashinfer" is the one that plans, on a stand-in for its library.
     """
 
@@ -69,6 +69,7 @@ class Setting:
     stale: bool = False
     expert_parallel: bool = False
     loaded: bool = False
+    replicated: bool = False
     backend: str = "auto"
 
     @property
@@ -133,7 +134,7 @@ def check_settings(
         given = prepared[setting.build]
         step = given.shared
         if setting.tp > 1:
-            key = (*setting.build, setting.tp, setting.expert_parallel)
+            key = (*setting.build, setting.tp, setting.expert_parallel, setting.replicated and setting.dcp)
             if key not in sharded:
                 sharded[key] = _capture_part(setting, layouts[place], given.folder)
             step = sharded[key]
@@ -150,10 +151,12 @@ def through_folder(model: Any, folder: Path) -> Any:
 def _capture_part(setting: Setting, parallel: ParallelLayout, folder: Path) -> Captured:
     if setting.loaded:
         options = {"tp_size": setting.tp, "expert_parallel": setting.expert_parallel}
+        if setting.replicated:
+            options |= {"query_projection": "replicated", "dcp_size": setting.dcp}
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     else:
         model = build(setting)
-        shard_model(model, parallel, setting.expert_parallel)
+        shard_model(model, parallel, setting.expert_parallel, setting.dcp if setting.replicated else 1)
     return Captured(model, capture(model))
 
 

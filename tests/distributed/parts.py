@@ -40,13 +40,15 @@ _LENGTHS = [13, 1]
 
 @dataclass(frozen=True)
 class Setting:
-    """``loaded``: the ranks load their parts from folders, and do not cut them from whole models."""
+    """``loaded``: the ranks load their parts from folders, and do not cut them from whole models. ``replicated``: query
+    projections are, in a DCP group."""
 
     tp: int
     dcp: int
     draft: bool
     expert_parallel: bool
     loaded: bool
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,12 @@ def first_block(target: Any, prompts: list[Tensor]) -> Tensor:
 
 def check_setting(setting: Setting, expected: Expected) -> list[str]:
     """What this rank finds wrong."""
-    options = {"tp_size": setting.tp, "expert_parallel": setting.expert_parallel} if setting.loaded else {}
+    queries = {"query_projection": "replicated"} if setting.replicated else {}
+    draft_options = {"tp_size": setting.tp, **queries} if setting.loaded else {}
+    if setting.loaded and setting.replicated:
+        draft_options["dcp_size"] = setting.dcp
+    options = {**draft_options, "expert_parallel": setting.expert_parallel} if setting.loaded else {}
     target = AutoModelForCausalLM.from_pretrained(expected.target, **options)
-    draft_options = {"tp_size": setting.tp} if setting.loaded else {}
     draft = AutoModel.from_pretrained(expected.draft, **draft_options) if setting.draft else None
     before = [{**model.state_dict()} for model in (target, draft) if model is not None]
     faults = []
@@ -104,13 +109,19 @@ def check_setting(setting: Setting, expected: Expected) -> list[str]:
 
     if setting.loaded:
         compare("plain generate() of the part")
-    config = CONFIG if setting.loaded else CONFIG.replace(tp_size=setting.tp, expert_parallel=setting.expert_parallel)
+    config = CONFIG
+    if not setting.loaded:
+        config = CONFIG.replace(tp_size=setting.tp, expert_parallel=setting.expert_parallel, **queries)
     dcp_size = None if setting.dcp == setting.tp else setting.dcp  # all ranks is what None means
     dcp_compile.optimize(target, dcp_size=dcp_size, config=config, draft=draft)
     parallel = target._dcp.parallel
     if (parallel.tp_size, parallel.dcp_size) != (setting.tp, setting.dcp):
         faults.append(f"sizes {parallel.tp_size}, {parallel.dcp_size}")
     compare("generate()")
+    lines = dcp_compile.explain(target).splitlines()
+    gathers = sum("gather_heads" in line for line in lines if line.startswith("collectives per "))
+    if gathers != (0 if setting.replicated or setting.dcp == 1 else 1 + setting.draft):
+        faults.append(f"{gathers} graphs gather queries")
     if draft is not None:
         compare("generate() with the draft", assistant_model=draft)
         error = largest(first_block(target, expected.prompts) - expected.block)
@@ -171,8 +182,8 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     failures = 0
     for world in options.worlds:
-        choices = itertools.product(SIZES[world], *[(False, True)] * 3)
-        settings = [Setting(*sizes, *flags) for sizes, *flags in choices]
+        choices = itertools.product(SIZES[world], *[(False, True)] * 4)
+        settings = [Setting(*sizes, *flags) for sizes, *flags in choices if sizes[1] > 1 or not flags[-1]]
         results = list(run(settings, options.layers, options.seed, timeout=3 * 3600.0))
         bad = [result for result in results if result["faults"]]
         print(f"{world} ranks: {len(results)} settings, {len(bad)} failed", flush=True)

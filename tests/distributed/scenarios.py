@@ -259,6 +259,8 @@ def parts_that_cannot_be() -> dict:
         "sizes": failure(lambda: load(3)),
         "experts of one rank": failure(lambda: load(1, expert_parallel=True)),
         "ranks": failure(lambda: load(6)),
+        "queries of one rank": failure(lambda: load(1, query_projection="replicated")),
+        "queries": failure(lambda: load(3, query_projection="repeated")),
         "no experts": failure(lambda: AutoModel.from_pretrained(draft, tp_size=3, expert_parallel=True)),
     }
 
@@ -299,6 +301,12 @@ def parts_by_themselves() -> dict:
             "contradiction": failure(lambda: dcp_compile.optimize(part, config=CONFIG.replace(tp_size=4))),
             "read": shard_of(part).bytes_read / total,
         }
+    replicated = load(2, query_projection="replicated")
+    with torch.no_grad():
+        report["replicated"] = (replicated(ids).logits - whole(ids).logits).abs().max().item()
+    report["other group"] = failure(lambda: dcp_compile.optimize(replicated, dcp_size=1))
+    config = CONFIG.replace(query_projection="replicated")
+    report["other queries"] = failure(lambda: dcp_compile.optimize(part, config=config))
     return report
 
 

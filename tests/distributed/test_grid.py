@@ -35,6 +35,11 @@ SHARDED = [
     Setting("kimi_k3", 4, 2, 8, "flattened", 64, layers=2, expert_parallel=True),
     Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, loaded=True),
 ]
+# Every rank of a DCP group makes all of the group's queries.
+QUERIES_REPLICATED = [
+    Setting("mini", 2, 2, 1, "flattened", 64, replicated=True),
+    Setting("kimi_k3", 4, 2, 4, "split", 16, layers=2, expert_parallel=True, loaded=True, replicated=True),
+]
 # Rounds of verify and decode with ragged counts and rejected suffixes.
 SPECULATIVE = [
     Setting("kimi_k3", 1, 2, 1, "split", 64, speculation=4, stale=True),
@@ -42,7 +47,7 @@ SPECULATIVE = [
     Setting("kimi_linear", 1, 2, 8, "split", 64, speculation=2, stale=True),
     Setting("kimi_linear", 1, 2, 1, "flattened", 64, speculation=7),
     Setting("deepseek_v3", 1, 4, 1, "split", 64, speculation=7, stale=True),
-    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True),
+    Setting("kimi_k3", 4, 4, 1, "split", 64, layers=2, speculation=3, stale=True, loaded=True, replicated=True),
 ]
 # Prefixes planned on the host: old plans, older ones still, heads of this rank only, and ranks without a token.
 PLANNED = [
@@ -52,7 +57,7 @@ PLANNED = [
 ]
 # Two replicas of two ranks.
 REPLICAS = [Setting("kimi_k3", 2, 2, 1, "flattened", 64, layers=2)]
-ALL = REPLICATED + TRAINED + SHARDED + SPECULATIVE + PLANNED
+ALL = REPLICATED + TRAINED + SHARDED + QUERIES_REPLICATED + SPECULATIVE + PLANNED
 BY_WORLD = {
     world: [setting for setting in ALL if max(setting.tp, setting.dcp) == world] + (REPLICAS if world == 4 else [])
     for world in (2, 4)

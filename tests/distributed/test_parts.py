@@ -15,6 +15,7 @@ from tests.distributed.scripts import run_scenarios, run_script
 SETTINGS = [
     Setting(tp=2, dcp=2, draft=True, expert_parallel=False, loaded=True),
     Setting(tp=2, dcp=1, draft=False, expert_parallel=True, loaded=False),
+    Setting(tp=2, dcp=2, draft=True, expert_parallel=False, loaded=False, replicated=True),
 ]
 
 
@@ -41,6 +42,8 @@ def test_what_cannot_be_loaded_or_optimised(reports: dict[str, list]) -> None:
             "divides 4, or tp_size=1 with dcp_size > 1",
         ),
         "experts of one rank": ("ConfigError", "expert_parallel=True needs tp_size > 1"),
+        "queries of one rank": ("ConfigError", 'query_projection="replicated" with tp_size=1, dcp_size=1'),
+        "queries": ("ConfigError", "query_projection='repeated' is not one of 'sharded', 'replicated'"),
         "ranks": ("ConfigError", "need a multiple of 6 ranks, but 3 are running"),
         "no experts": ("UnsupportedModelError", "expert_parallel=True, but K3DSparkModel has no experts"),
     }
@@ -69,4 +72,11 @@ def test_parts_by_themselves(reports: dict[str, list]) -> None:
             assert found["contradiction"]["error"] == "ConfigError"
             assert "was loaded with tp_size=2" in found["contradiction"]["text"]
             assert 0.5 < found["read"] < 0.75  # of the bytes of all files; what is not split is read by both
+        assert report["replicated"] < 1e-4
+        for name, text in (
+            ("other group", "dcp_size=1, but KimiK3ForCausalLM was loaded with tp_size=2, expert_parallel=False, "
+                            "query_projection='replicated', dcp_size=2; leave it out"),
+            ("other queries", "query_projection='replicated', but KimiK3ForCausalLM was loaded with tp_size=2, "),
+        ):
+            assert report[name]["error"] == "ConfigError" and text in report[name]["text"]
     assert [first["bars"], second["bars"]] == [True, False]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dcp_compile.errors import UnsupportedModelError
+from dcp_compile.errors import ConfigError, UnsupportedModelError
 from dcp_compile.models.kimi_k3 import mxfp4
 from dcp_compile.models.kimi_k3.weights import FusedExperts
-from dcp_compile.parallel.exchange import sum_output
+from dcp_compile.parallel.parts import sum_output
+from dcp_compile.parallel import ParallelLayout
 from dcp_compile.parallel.loading import CheckpointFiles
-from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, plan_splits
-from dcp_compile.parallel.shard import ModelShard
+from dcp_compile.parallel.plan import TRANSFORMERS_HEADS, Split, find_plan, plan_splits
+from dcp_compile.parallel.shard import ModelShard, count_query_ranks, take_part
+from tests.models.k3_dspark.tiny_draft import tiny_draft
 from tests.tiny_models import tiny_deepseek_v3
 
 
@@ -28,6 +31,15 @@ def test_parts_make_up_the_whole(split: Split, size: int) -> None:
     assert all(part.is_contiguous() and part.numel() * size == whole.numel() for part in parts)
     stacks = zip(*(part.chunk(split.parts, split.dim) for part in parts))
     assert torch.cat([torch.cat(stack, split.dim) for stack in stacks], split.dim).equal(whole)
+
+
+@pytest.mark.parametrize("split", [Split(0, sharers=2), Split(1, sharers=4), Split(1, parts=2, sharers=2)])
+def test_neighbours_share_what_their_parts_make_up(split: Split) -> None:
+    whole = torch.randn(8, 16, 4)
+    for rank in range(4):
+        group = dataclasses.replace(split, sharers=1)
+        wanted = group.cut(whole, whole.shape, rank // split.sharers, 4 // split.sharers)
+        assert split.cut(whole, whole.shape, rank, 4).equal(wanted)
 
 
 def test_nothing_to_cut() -> None:
@@ -89,13 +101,42 @@ def test_the_fingerprint_of_files_sees_other_files(tmp_path: Path, change: str) 
 def test_a_bias_is_added_once_to_the_sum() -> None:
     """Two ranks whose partial sums are equal."""
     layer, x = nn.Linear(3, 2), torch.randn(4, 3)
-    shard = ModelShard(2, 0, None, False, {})
+    shard = ModelShard(2, 0, None, False, 1, {})
     shard.all_reduce = lambda part: 2 * part
     wanted = 2 * x @ layer.weight.T + layer.bias
     sum_output(shard, layer)
     torch.testing.assert_close(layer(x), wanted)
     shard.restore()
     torch.testing.assert_close(layer(x), x @ layer.weight.T + layer.bias)
+
+
+@pytest.mark.parametrize("part, place, message", [
+    ((2, 1), (1, 2), "tp_size=1, but K3DSparkModel was loaded with tp_size=2"),
+    ((4, 1), (2, 2), "tp_size=2, but K3DSparkModel was loaded with tp_size=4"),
+    ((4, 4), (4, 2), 'dcp_size=2, but K3DSparkModel was loaded with query_projection="replicated" and dcp_size=4'),
+])  # fmt: skip
+def test_a_draft_that_was_loaded_for_other_ranks_than_its_target(part: tuple, place: tuple, message: str) -> None:
+    draft = tiny_draft(0)
+    shard = ModelShard(part[0], 0, None, False, part[1], {})
+    vars(draft)["_dcp_shard"] = shard
+    with pytest.raises(ConfigError, match=message):
+        take_part(draft, ParallelLayout(tp_size=place[0], dcp_size=place[1], tp_group="its own"), False, "sharded")
+    assert shard.group is None
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
+def test_queries_are_replicated_where_they_would_be_gathered(sizes: tuple[int, int]) -> None:
+    assert count_query_ranks("sharded", *sizes) == 1 and count_query_ranks("replicated", 4, 2) == 2
+    message = f'query_projection="replicated" with tp_size={sizes[0]}, dcp_size={sizes[1]}: .* leave it "sharded"'
+    with pytest.raises(ConfigError, match=message):
+        count_query_ranks("replicated", *sizes)
+
+
+def test_queries_of_models_without_a_plan_of_their_own_are_not_replicated() -> None:
+    model = tiny_deepseek_v3(1)
+    assert find_plan(model, expert_parallel=False, query_ranks=1) == TRANSFORMERS_HEADS
+    with pytest.raises(UnsupportedModelError, match='"replicated", but the plan for DeepseekV3ForCausalLM'):
+        find_plan(model, expert_parallel=False, query_ranks=2)
 
 
 def test_biases_that_the_plan_does_not_split_are_refused() -> None:

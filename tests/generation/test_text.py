@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 
+from dcp_compile.errors import GenerationError
 from tests.generation.helpers import Scripted, sometimes_wrong
 from tests.tiny_models import VOCAB
 
@@ -76,6 +77,33 @@ def test_token_healing(qwen, tokenizer):
         assert qwen.compiled.generate(**inputs, **options).tolist() == expected.tolist()
         assert qwen.compiled.generate(**inputs, **options, prompt_lookup_num_tokens=3).tolist() == expected.tolist()
     assert healed and qwen.engine.opened == qwen.engine.closed
+
+
+HEALING = {"do_sample": False, "max_new_tokens": 4, "token_healing": True, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("special", [False, True])
+def test_token_healing_that_changes_the_number_of_tokens(qwen, tokenizer, masked, special):
+    """White space at the end and special tokens are gone when the prompt is tokenised anew; its mask stays as is."""
+    inputs = ids_of(tokenizer, ["<s>kula muno b " if special else "kula muno b "])
+    mask = {"attention_mask": inputs["attention_mask"]} if masked else {}
+    expected = qwen.plain.generate(inputs["input_ids"], **mask, **HEALING, tokenizer=tokenizer)
+    assert expected.shape[1] - 4 < inputs["input_ids"].shape[1]
+    for draft in ({}, {"prompt_lookup_num_tokens": 3}):
+        found = qwen.compiled.generate(inputs["input_ids"], **mask, **draft, **HEALING, tokenizer=tokenizer)
+        assert found.tolist() == expected.tolist()
+
+
+def test_token_healing_of_padded_prompts(qwen, tokenizer):
+    """As in transformers while the columns stay the same; other columns leave open which of them are padding."""
+    inputs = ids_of(tokenizer, ["kula muno b", "ba g"])
+    expected = qwen.plain.generate(**inputs, **HEALING, tokenizer=tokenizer)
+    assert qwen.compiled.generate(**inputs, **HEALING, tokenizer=tokenizer).tolist() == expected.tolist()
+    shorter = ids_of(tokenizer, ["kula muno b ", "ba g"])
+    with pytest.raises(GenerationError, match="token_healing tokenised the prompts anew: 6 columns, .* of 7 no longer"):
+        qwen.compiled.generate(**shorter, **HEALING, tokenizer=tokenizer)
+    assert qwen.engine.opened == qwen.engine.closed
 
 
 def test_text_streamers(qwen, tokenizer, capsys):

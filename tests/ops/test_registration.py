@@ -99,6 +99,7 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "merge_packed": lambda: (torch.randn(2, 6, 3, 5), 4),
     "gather_heads": lambda: (torch.randn(6, 3, 4), 1, _alone()),
     "merge_ranks": lambda: (*(part[0] for part in _merge()), 3, 1, _alone()),
+    "own_heads": lambda: (torch.randn(2, 3, 6, 4), torch.tensor(2), 3),
     "conv_window": lambda: _conv(verify=False),
     "conv_window_verify": lambda: _conv(verify=True),
     "kda": lambda: _recurrent(verify=False),

@@ -6,11 +6,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from dcp_compile.capture import StepGraph, capture
+from dcp_compile.parallel import ParallelLayout
+from dcp_compile.parallel.shard import shard_model
 from dcp_compile.passes import PassContext
 from tests.mla_variants import ExpandsBeforeCaching, vary
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3, tiny_kimi_linear
@@ -49,6 +52,15 @@ class Captured:
             getattr(self.model.config, "layer_types", None) or ["full_attention"] * self.model.config.num_hidden_layers
         )
         return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+
+
+@functools.cache
+def captured_part(rank: int) -> Captured:
+    """One of two parts of a Kimi-K3 that make the queries of both."""
+    group = SimpleNamespace(group_name="ranks")
+    model = tiny_kimi_k3(2)
+    shard_model(model, ParallelLayout(tp_size=2, tp_rank=rank, tp_group=group), query_ranks=2)
+    return Captured("kimi_k3", model, capture(model))
 
 
 @functools.cache

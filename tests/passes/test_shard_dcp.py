@@ -11,9 +11,10 @@ import torch
 from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 from dcp_compile.passes import PASSES, PassContext, run_passes, shard_dcp
+from dcp_compile.passes.fingerprint import graph_fingerprint
 from dcp_compile.passes.graph_tools import Emitter, aten, census, nodes_of, value
 from dcp_compile.passes.shard_dcp import GATHER, MERGE
-from tests.passes.models import CONTEXT, Captured
+from tests.passes.models import CONTEXT, Captured, captured_part
 
 c10d = torch.ops._c10d_functional
 SHARD = (shard_dcp,)
@@ -68,6 +69,29 @@ def test_sharded_heads_gather_queries_and_merge_their_own_partials(captured: Cap
         attention = graph.attention[site.layer]
         assert value(attention.q_latent).shape[1:] == (site.heads, site.latent_dim)
         assert attention.out is merge.args[0]
+
+
+def test_queries_that_every_rank_makes_are_not_gathered() -> None:
+    """Attention runs on the heads of both ranks, all behind it on the own ones; graphs do not tell ranks apart."""
+    fingerprints = []
+    for rank in range(2):
+        part = captured_part(rank)
+        graph = part.graph()
+        run_passes(graph, dataclasses.replace(SHARDED, rank=rank))
+        (site,), (merge,) = graph.sites, exchanges(graph)
+        assert merge.target is MERGE and (site.heads, site.own_heads) == (4, 2)
+        assert value(merge.args[0]).shape[1:] == (4, site.latent_dim) and value(merge).shape[1:] == (2, site.latent_dim)
+        assert "dcp::own_heads" not in census(graph.graph)
+        weight, own = (tensor for node, tensor in graph.constants.items() if node.name.startswith(site.weight.name))
+        assert own.equal(weight.chunk(2)[rank]) and own.data_ptr() == weight.chunk(2)[rank].data_ptr()
+        fingerprints.append(graph_fingerprint(graph))
+    assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.parametrize("place", [{"rank": 1}, {"dcp_size": 4}])
+def test_a_part_for_another_place_is_caught(place: dict[str, int]) -> None:
+    with pytest.raises(InvariantError, match="goes on with part 0 of 2 of its heads on rank"):
+        run_passes(captured_part(0).graph(), dataclasses.replace(SHARDED, **place), PASSES[:2])
 
 
 @BOTH

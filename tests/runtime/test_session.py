@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dcp_compile.cache import PagePool, SlotPool
 from dcp_compile.errors import CapacityError
+from dcp_compile.parallel import ParallelLayout
 from dcp_compile.runtime import Engine
 from tests.runtime.reference import (
     BLOCK,
@@ -21,6 +23,7 @@ from tests.runtime.reference import (
     decode_greedily,
     outcome,
 )
+from tests.runtime.speculation import decode_in_rounds
 
 NAME = "kimi_k3"  # attention and recurrent layers
 
@@ -162,6 +165,39 @@ def test_memory_that_was_never_written_is_never_read(engine: Engine) -> None:
             rows = (~state.isnan().any(dim=-1)).sum(dim=1)
             assert rows[0] == 0
             assert int(rows.sum()) == sum(len(prompt) + reference().steps - 1 for prompt in reference().prompts)
+
+
+def test_padded_rows_stand_at_position_zero(engine: Engine, fresh_seed: int) -> None:
+    """A model may look positions up in a table: whatever a row is, its number lies in what requests may hold."""
+    seen = []
+
+    def watched(program):
+        def run(inputs):
+            seen.append((inputs["positions"].flatten(), inputs["row_positions"]))
+            return program(inputs)
+
+        return run
+
+    engine.step, engine.verify = watched(engine.step), watched(engine.verify)
+    assert decode_in_rounds(engine, reference(), fresh_seed).good
+    positions, of_rows = (torch.cat(parts) for parts in zip(*seen))
+    assert (positions < 0).any() and torch.equal(of_rows, positions.clamp_min(0))
+    assert of_rows.max() < engine.config.max_seq_len + engine.config.num_speculative_tokens
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_out_tokens_and_nothing_else(engine: Engine, ranks: int) -> None:
+    """A column of the block table holds the tokens of all ranks; a recurrent state is one sequence's on every rank."""
+    group = SimpleNamespace(group_name="ranks")
+    shared = captured(NAME).engine(
+        ParallelLayout(dcp_size=ranks, dcp_group=group), num_speculative_tokens=2, max_seq_len=64
+    )
+    assert engine.columns == -(-(64 + 2) // BLOCK) and shared.columns == -(-(64 + 2) // (BLOCK * ranks))
+    assert shared.pages.total == 4 * shared.columns and shared.slots.total == engine.slots.total == 4
+    for ref, tensor in shared.states.items():
+        alone = engine.states[ref]
+        pages = (1 + shared.pages.total,) if ref.kind == "kv_cache" else alone.shape[:1]
+        assert tensor.shape == (*pages, *alone.shape[1:]), ref
 
 
 def test_pages_and_slots_are_reused_with_what_others_left_in_them(engine: Engine) -> None:

@@ -220,6 +220,14 @@ BROKEN = {
         put(EXPERT + "w3.weight_scale", torch.zeros(32, 2, dtype=torch.uint8)),
         r"w3.weight_scale is \[32, 2\], .*\[32, 1\]",
     ),
+    "scales of another type": (
+        put(EXPERT + "w3.weight_scale", torch.ones(32, 1)),
+        r"experts\.3\.w3\.weight_scale is F32, MXFP4 stores .* as uint8; .* unquantised as .*experts\.3\.w3\.weight$",
+    ),
+    "codes of another type": (
+        put(EXPERT + "w2.weight_packed", torch.zeros(32, 16, dtype=torch.int8)),
+        r"experts\.3\.w2\.weight_packed is I8, MXFP4",
+    ),
     "twice with and without prefix": (put("lm_head.weight", torch.zeros(128, 64)), "lm_head.weight twice"),
     "a layer of the other kind": (
         put(PREFIX + "model.layers.0.self_attn.q_a_proj.weight", torch.zeros(24, 64)),
@@ -236,6 +244,14 @@ def test_what_does_not_fit_is_named(tmp_path, case, seed):
     change(tensors)
     with pytest.raises(CheckpointError, match=message):
         AutoModelForCausalLM.from_pretrained(write_checkpoint(tmp_path, text, tensors))
+
+
+def test_the_type_of_a_given_tensor_is_named_too(seed):
+    text = text_settings(2)
+    tensors = official(seed, text) | {EXPERT + "w3.weight_scale": torch.ones(32, 1, dtype=torch.bfloat16)}
+    parameters = KimiK3ForCausalLM(KimiK3Config(**text)).state_dict()
+    with pytest.raises(CheckpointError, match=r"experts\.3\.w3\.weight_scale is bfloat16, MXFP4 stores"):
+        plan_loading(parameters, tensors)
 
 
 def test_long_lists_are_cut(tmp_path, seed):
@@ -260,13 +276,18 @@ def test_bad_requests_are_refused(tmp_path, seed):
 
 
 class Header:
-    """An entry of a checkpoint of which only the shape is known."""
+    """An entry of a checkpoint of which only shape and type are known."""
 
-    def __init__(self, shape):
-        self.shape = shape
+    NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
+
+    def __init__(self, dtype, shape):
+        self.dtype, self.shape = dtype, shape
 
     def get_shape(self):
         return self.shape
+
+    def get_dtype(self):
+        return self.NAMES[self.dtype]
 
 
 def test_released_tensor_list_fits_the_released_config():
@@ -282,6 +303,6 @@ def test_released_tensor_list_fits_the_released_config():
         model = KimiK3ForCausalLM(KimiK3Config.from_dict(config))
     listing = tensor_list(config["text_config"], a_log=128)
     assert len(listing) == 92 * 16 * 6 + 2 * 93 * 3 + 69 * 14 + 24 * 8 + 3 + 92 * 8 + 5
-    entries = {name: Header(shape) for name, (_, shape) in listing.items()}
-    entries["vision_tower.patch_embed.weight"] = Header([1])
+    entries = {name: Header(*entry) for name, entry in listing.items()}
+    entries["vision_tower.patch_embed.weight"] = Header(torch.bfloat16, [1])
     assert plan_loading(model.state_dict(), entries).keys() == model.state_dict().keys()

@@ -40,10 +40,10 @@ def gather_output(shard: ModelShard, module: nn.Module) -> None:
 def look_up(shard: ModelShard, module: nn.Embedding) -> None:
     """An embedding whose rows are split: one rank finds the token, the others add zeros."""
     forward, rows = module.forward, module.weight.shape[0]
-    shard.mark_first(module, rows)
+    shard.mark(module, shard.tp_rank * rows)
 
     def run(ids: Tensor) -> Tensor:
-        local = ids - module.first_own
+        local = ids - module.own
         foreign = (local < 0) | (local >= rows)
         found = forward(local.masked_fill(foreign, 0))
         return shard.all_reduce(found.masked_fill(foreign[..., None], 0))
@@ -51,16 +51,23 @@ def look_up(shard: ModelShard, module: nn.Embedding) -> None:
     shard.replace(module, "forward", run)
 
 
+def own_heads(shard: ModelShard, module: nn.Identity) -> None:
+    """The place behind attention where a rank that makes the queries of several ranks goes on with its own heads."""
+    if shard.query_ranks > 1:
+        shard.mark(module, shard.tp_rank % shard.query_ranks)
+        shard.replace(module, "forward", lambda out: torch.ops.dcp.own_heads(out, module.own, shard.query_ranks))
+
+
 def own_experts(shard: ModelShard, module: nn.Module) -> None:
     """Experts of which a rank holds some: choices of foreign ones get weight 0 and the id after the last own one,
     which the functions of transformers leave out. The output is a partial sum."""
     forward, count = module.forward, module.gate_up_proj.shape[0]
-    shard.mark_first(module, count)
+    shard.mark(module, shard.tp_rank * count)
     shard.replace(module, "num_experts", count)
     shard.replace(module, EXPERT_PARALLEL, True)
 
     def run(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        local = top_k_index - module.first_own
+        local = top_k_index - module.own
         foreign = (local < 0) | (local >= count)
         return forward(hidden_states, local.masked_fill(foreign, count), top_k_weights.masked_fill(foreign, 0))
 
