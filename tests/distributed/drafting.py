@@ -169,7 +169,7 @@ def check_window(seed: int, windows: Sequence[int | None], kind: str = "latent",
             cache.fill_(torch.nan)
         for row, states in enumerate(taps):
             compiled.ingest(states, torch.arange(len(states))[None], table[row, None])
-        base, _ = compiled.run_block(anchors, lengths, table, counts)
+        base, _ = compiled.run_block(anchors, torch.tensor(lengths), table, torch.tensor(counts), max(counts))
         for row, (length, count) in enumerate(zip(lengths, counts)):
             first = 0 if window is None else max(0, length - window)
             cache = DynamicCache(config=draft.config)
