@@ -146,7 +146,7 @@ class GraphRunner:
 
     def _capture(self, batch: int, rows: int, columns: int, pool: tuple[int, int]) -> Bucket:
         staging = Staging(batch, rows, columns, self._device)
-        plan = self._plans((batch, columns))
+        plan = self._plans((batch, rows, columns))
         plan.prepare(staging.host)
         total = batch * rows
         wanted = range(total) if self._all_rows else range(rows - 1, total, rows)

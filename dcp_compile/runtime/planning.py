@@ -25,7 +25,7 @@ LONGEST_TAIL = 64
 class Unplanned:
     """What stands for the plan of a program that needs none."""
 
-    def __init__(self, size: tuple[int, int] | None = None):
+    def __init__(self, size: tuple[int, int, int] | None = None):
         pass
 
     def prepare(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -44,8 +44,8 @@ class StandingPlan:
 
     Args:
         place: rank, ranks and interleave of the cache.
-        size: requests and block-table columns of the captured steps it serves, fewer requests being filled up; None:
-            steps of any size, none of them captured.
+        size: requests, rows per request and block-table columns of the captured steps it serves, fewer requests and rows
+            being filled up; None: steps of any size, none of them captured.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class StandingPlan:
         scale: float,
         device: torch.device,
         place: tuple[int, int, int],
-        size: tuple[int, int] | None = None,
+        size: tuple[int, int, int] | None = None,
     ):
-        self._plan = backend.plan(need, scale, device, size)
-        self._page_size, self._place, self._requests = need.page_size, place, size and size[0]
+        self._requests, self._step_rows, columns = size or (None, None, None)
+        self._plan = backend.plan(need, scale, device, size and (self._requests, columns))
+        self._page_size, self._place = need.page_size, place
         self._rows = 0
         self._lengths = self._pages = torch.zeros(0)
 
@@ -69,6 +70,7 @@ class StandingPlan:
             inputs: host tensors, as in docs/architecture.md.
         """
         requests, rows = inputs["positions"].shape
+        rows = self._step_rows or rows
         missing = (self._requests or requests) - requests
         lengths = pad(inputs["prefix_lengths"], (0, missing))
         table = pad(inputs["block_table"], (0, 0, 0, missing))
@@ -97,7 +99,7 @@ class StandingPlan:
         self._plan.__exit__(*exception)
 
 
-Plans = Callable[[tuple[int, int] | None], StandingPlan | Unplanned]
+Plans = Callable[[tuple[int, int, int] | None], StandingPlan | Unplanned]
 """Makes the plan of captured steps of a size, or of all others."""
 
 

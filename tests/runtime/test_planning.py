@@ -81,7 +81,7 @@ class Recorded:
 class Steps:
     """A standing plan of two ranks, seen from the second, and the steps it is asked to prepare."""
 
-    def __init__(self, size: tuple[int, int] | None = None) -> None:
+    def __init__(self, size: tuple[int, int, int] | None = None) -> None:
         self.backend = Recorded()
         self.plan = StandingPlan(self.backend, NEED, 0.1, torch.device("cpu"), (RANK, RANKS, 1), size)
         self.table = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
@@ -132,12 +132,19 @@ def test_planned_lengths_are_kept_apart_from_buffers() -> None:
 
 
 def test_fewer_requests_than_a_captured_step_holds_are_filled_up() -> None:
-    step = Steps(size=(3, 8))
+    step = Steps(size=(3, 1, 8))
     assert step([20, 7]) == ([20, 7], 1)
     assert step.backend.calls[0] == ([*step.table[:2].tolist(), [0] * 8], [10, 3, 0], 1)
     assert step([21]) == ([21], 2)  # the second prefix of the plan is no longer there
     assert step([22]) == ([21], 2)
     assert step([22, 0, 0]) == ([21, 0, 0], 2)
+
+
+def test_a_step_is_planned_with_the_rows_of_its_graph() -> None:
+    step = Steps(size=(3, 4, 8))
+    assert step([20, 7], rows=1) == ([20, 7], 1)
+    assert step([21, 8], rows=4) == ([20, 7], 1)
+    assert [rows for *_, rows in step.backend.calls] == [4]
 
 
 def test_every_prefix_that_is_used_is_right_for_random_steps(fresh_seed: int) -> None:
@@ -171,17 +178,15 @@ class ReplayedRunner(GraphRunner):
             "state_slots": torch.full((batch,), -1, dtype=torch.int32),
             "accepted": torch.zeros(batch, dtype=torch.int32),
         }
-        plan = self._plans((batch, columns))
+        plan = self._plans((batch, rows, columns))
         plan.prepare(host)
         bucket = SimpleNamespace(plan=plan, outputs=())
 
         def fill(inputs) -> None:
             for name, buffer in host.items():
                 buffer.fill_(-1 if name in ("positions", "state_slots") else 0)
-                value = inputs[name]
-                buffer.view(batch, -1)[: len(value.view(inputs["positions"].shape[0], -1))].copy_(
-                    value.view(inputs["positions"].shape[0], -1)
-                )
+                value = inputs[name].view(len(inputs["positions"]), -1)
+                buffer.view(batch, -1)[: len(value), : value.shape[1]].copy_(value)
 
         def replay() -> None:
             wanted = range(batch * rows) if self._all_rows else range(rows - 1, batch * rows, rows)
@@ -194,7 +199,7 @@ class ReplayedRunner(GraphRunner):
         return bucket
 
 
-def test_a_bucket_has_one_plan_for_all_layers_and_replays(monkeypatch, flashinfer) -> None:
+def test_a_bucket_has_one_plan_for_all_layers_and_replays(monkeypatch, fresh_seed: int, flashinfer) -> None:
     """Batches of several sizes go through one bucket of four, whose wrapper keeps its buffers."""
     from dcp_compile import compiler
 
@@ -214,6 +219,11 @@ def test_a_bucket_has_one_plan_for_all_layers_and_replays(monkeypatch, flashinfe
     assert all(plan["rows"] == 1 and len(plan["lengths"]) == 4 for plan in bucket.plans)
     assert len(bucket.plans) < 4 * 11 / 2 and len(direct.plans) > 4  # decode steps of four runs; chunks of prompts
     assert len(trial.plans) == 1
+
+    verified = captured("deepseek_v3").engine(num_speculative_tokens=4, prefill_chunk=16, backend="flashinfer")
+    assert decode_in_rounds(verified, expected, fresh_seed).good  # of up to five rows, in graphs of five
+    bucket = flashinfer.made[-1]
+    assert bucket.captured and bucket.plans and all(plan["rows"] == 5 for plan in bucket.plans)
 
 
 def test_what_cannot_be_planned_shows_at_once(flashinfer) -> None:
@@ -242,5 +252,5 @@ def test_layers_with_scales_of_their_own_share_no_plan(monkeypatch, flashinfer) 
 
 def test_a_plan_free_program_takes_its_inputs_as_they_are() -> None:
     inputs = {"prefix_lengths": torch.tensor([3])}
-    with Unplanned((1, 2)) as plan:
+    with Unplanned((1, 2, 3)) as plan:
         assert plan.prepare(inputs) is inputs
