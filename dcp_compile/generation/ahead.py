@@ -52,7 +52,7 @@ def why_wait(engine: Engine, draft: DraftEngine, call: DecodeCall | None = None)
 def decode_ahead(
     session: Session, call: DecodeCall, proposer: DSparkProposer, width: int, acceptance: str
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """Decode with drafts of at most ``width`` tokens, all of them verified; for calls that :func:`why_wait` lets through.
+    """Decode with drafts of at most ``width`` tokens, all verified. For calls in which no round must wait (:func:`why_wait`).
 
     On a GPU nothing in a round waits, unless a processor does by itself. Stopping criteria other than the length and
     end-of-sequence tokens are evaluated where the caller works, which waits for the round that is running.
@@ -138,7 +138,7 @@ class Rounds:
         """The next round of the rows ``wanted [rows]``: verdict, scores and logits as :class:`Round` has them."""
         session, call, requests, newest = self._session, self._call, self._requests, self._newest
         room = (self._limits - requests.lengths).clamp(0, self._width + 1)
-        fed = torch.where(wanted, room, 0)
+        fed = room * wanted
         counts = (fed - 1).clamp_min(0)
         drafts, probs, _ = self._proposer.draw(newest, requests.lengths, requests.block_table, counts, self._width)
         drafts = session.broadcast(drafts)
@@ -149,8 +149,8 @@ class Rounds:
         scores = call.processors(None, logits.flatten(0, 1)).view(logits.shape)
         verdict = judge(session, call, scores, drafts, counts, probs, self._acceptance)
 
-        emitted = torch.where(fed > 0, verdict[:, -1], 0)
+        emitted = verdict[:, -1] * (fed > 0)
         last = verdict.gather(1, (emitted - 1).clamp_min(0)[:, None]).squeeze(1)
-        self._newest = torch.where(fed > 0, last, newest)
+        self._newest = torch.where(emitted > 0, last, newest)
         self._requests = session.commit_ahead(emitted, requests)
         return torch.cat([verdict[:, :-1], emitted[:, None]], dim=1), scores, logits

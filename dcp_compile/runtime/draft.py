@@ -139,7 +139,7 @@ class DraftEngine:
         device = anchors.device
         ids = self.model.block_ids(anchors, width)
         column = torch.arange(width, device=device)
-        positions = torch.where(column < counts[:, None], lengths[:, None] + column, -1)
+        positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
         # With a window the compiled block sees nothing but what follows the prefix: the window and the block itself.
         prefix = lengths if self.window is None else (lengths - self.window).clamp_min(0)
         inputs = {

@@ -248,9 +248,9 @@ class Session:
     def _verify(self, tokens: Tensor, counts: Tensor, requests: Requests) -> Tensor:
         """A verify step of arguments on one device, the host's or the engine's."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
-        given = column < counts[:, None]
-        tokens = torch.where(given, tokens, 0)  # what is ignored need not be a token id
-        positions = torch.where(given, requests.lengths[:, None] + column, -1)
+        ignored = column >= counts[:, None]
+        tokens = tokens.masked_fill(ignored, 0)  # what is ignored need not be a token id
+        positions = (requests.lengths[:, None] + column).masked_fill(ignored, -1)
         every_row = torch.arange(tokens.numel(), device=tokens.device)
         return self._run(self.engine.verify, tokens, positions, every_row, requests).unflatten(0, tokens.shape)
 
@@ -281,5 +281,5 @@ class Session:
         positions = self._positions
         if kept is not None:
             column = torch.arange(positions.shape[1], device=positions.device)
-            positions = torch.where(column < kept[:, None], positions, -1)
+            positions = positions.masked_fill(column >= kept[:, None], -1)
         self.taps_sink(self._taps, positions, block_table)

@@ -263,6 +263,28 @@ def test_what_makes_rounds_wait(setup, launched) -> None:
     assert torch.equal(setup.generate([0, 1], **processors), setup.expected([0, 1], **processors)) and not launched
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_scores_and_logits_are_those_of_the_waiting_loop(setup, launched, monkeypatch, ends: bool) -> None:
+    """Zeros for a row that has ended included."""
+    rows, tokens = [0, 1, 2], setup.reference.tokens
+    draw_from_script(monkeypatch, setup, rows, "oracle")
+    options = {
+        "return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 10,
+        "do_sample": True, "top_k": 1, "temperature": 0.5, "num_assistant_tokens": 4,
+        "eos_token_id": [int(tokens[0, 1]), int(tokens[1, 5])] if ends else None,
+    }  # fmt: skip
+    found = setup.generate(rows, **options)
+    assert launched
+    launched.clear()
+    monkeypatch.setattr("dcp_compile.generation.patch.why_wait", lambda *given: "to compare")
+    wanted = setup.generate(rows, **options)
+    assert torch.equal(found.sequences, wanted.sequences) and not launched
+    for name in ("scores", "logits"):
+        mine, theirs = (torch.stack(output[name]) for output in (found, wanted))
+        assert torch.equal(mine.isinf(), theirs.isinf()) and ends == bool((mine[-1] == 0).all(dim=1).any())
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
+
+
 SAMPLING = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.9)])
 
 
