@@ -12,7 +12,6 @@ whole drafts, and for a round that may be dropped at the end: the state of the g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +118,7 @@ class Rounds:
         self._limits = torch.tensor([call.max_length - pad - 1 for pad in call.pads], device=self._device)
         self._wanted: list[bool] = []
 
-    def launch(self, wanted: Sequence[bool]) -> Round:
+    def launch(self, wanted: list[bool]) -> Round:
         """Start the next round for the rows wanted, without waiting for the rounds before it."""
         on_gpu = self._device.type == "cuda"
         if wanted != self._wanted:
