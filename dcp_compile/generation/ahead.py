@@ -3,8 +3,8 @@
 
 A round is a draft block, its verification and the verdict; all that the next one needs of it (newest tokens, lengths,
 accepted rows) are tensors that never leave the device. While one round runs, the host publishes the tokens of the round
-before. So whatever ends a row shows one round late: the row's tokens of that round are dropped, and if they would take
-the row past its longest length, the device does not even feed them.
+before. So whatever ends a row shows one round late, and what that round brings the row is dropped. Of ends the device
+knows one only, the row's longest length: it feeds no token beyond.
 
 Greedy tokens are those of the waiting loop. Sampled ones follow the same distribution, but random numbers are drawn for
 whole drafts, and for a round that may be dropped at the end: the state of the generator after a call says nothing.
