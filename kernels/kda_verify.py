@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dcp_compile.errors import CapacityError
 
-from .kda import L2_EPS
+from .kda import normalised
 
 
 @triton.jit
@@ -35,95 +35,103 @@ def _prepare(
     vectors,
     factors,
     q_stride_b,
-    q_stride_s,
+    q_stride_s: tl.constexpr,
     q_stride_h,
-    q_stride_k,
+    q_stride_k: tl.constexpr,
     k_stride_b,
-    k_stride_s,
+    k_stride_s: tl.constexpr,
     k_stride_h,
-    k_stride_k,
+    k_stride_k: tl.constexpr,
     g_stride_b,
-    g_stride_s,
+    g_stride_s: tl.constexpr,
     g_stride_h,
-    g_stride_k,
+    g_stride_k: tl.constexpr,
     pk_stride_n,
-    pk_stride_m,
+    pk_stride_m: tl.constexpr,
     pk_stride_h,
-    pk_stride_k,
+    pk_stride_k: tl.constexpr,
     pg_stride_n,
-    pg_stride_m,
+    pg_stride_m: tl.constexpr,
     pg_stride_h,
-    pg_stride_k,
+    pg_stride_k: tl.constexpr,
     accepted_stride,
     slot_stride,
     position_stride_b,
-    position_stride_s,
+    position_stride_s: tl.constexpr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     RECORDS: tl.constexpr,
     L2NORM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One request and head, in one warp: sums over rows stay within a thread.
+    """One request and head, in one warp: of two programs (axis 2) the first makes the vectors and replaces the records,
+    the second makes the factors.
 
-    ``vectors [B, H, 1 + RECORDS + 2 ROWS, K]``: the decay of the committed state, the weights of the records, the decayed
-    keys and queries. ``factors [B, H, 2, ROWS, ROWS]``: L and M, transposed. Padded rows are zero.
+    ``vectors [B, H, 2 + RECORDS + 2 ROWS, K]``: the decay of the committed state, the weights of the records, the decayed
+    keys and queries, and a row for the second launch. ``factors [B, H, 2, ROWS, ROWS]``: L and M, transposed. Padded rows are zero.
     """
     head = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK_K)
-    r = tl.arange(0, BLOCK_R)
-    r64 = r.to(tl.int64)
-    slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
-    held = slot >= 0
-    kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
-    in_k = (i < K)[None, :]
-
-    k_records = pending_k + slot * pk_stride_n + head * pk_stride_h
-    k_records = k_records + r64[:, None] * pk_stride_m + i[None, :] * pk_stride_k
-    g_records = pending_g + slot * pg_stride_n + head * pg_stride_h
-    g_records = g_records + r64[:, None] * pg_stride_m + i[None, :] * pg_stride_k
-    k_old = tl.load(k_records, mask=(r < kept)[:, None] & in_k, other=0.0)
-    g_old = tl.load(g_records, mask=(r < kept)[:, None] & in_k, other=0.0)
-
-    position = tl.load(positions + request * position_stride_b + r64 * position_stride_s, mask=r < ROWS, other=-1)
-    valid = (position >= 0)[:, None] & in_k
-    q_rows = q + request * q_stride_b + head * q_stride_h + r64[:, None] * q_stride_s + i[None, :] * q_stride_k
-    k_rows = k + request * k_stride_b + head * k_stride_h + r64[:, None] * k_stride_s + i[None, :] * k_stride_k
-    g_rows = g + request * g_stride_b + head * g_stride_h + r64[:, None] * g_stride_s + i[None, :] * g_stride_k
-    q_new = tl.load(q_rows, mask=valid, other=0.0).to(tl.float32)
-    k_new = tl.load(k_rows, mask=valid, other=0.0).to(tl.float32)
-    g_new = tl.load(g_rows, mask=valid, other=0.0).to(tl.float32)
-    if L2NORM:
-        q_new = q_new / tl.sqrt(tl.sum(q_new * q_new, 1) + L2_EPS)[:, None]
-        k_new = k_new / tl.sqrt(tl.sum(k_new * k_new, 1) + L2_EPS)[:, None]
-    q_new *= SCALE
-
+    in_k = i < K
+    q += request * q_stride_b + head * q_stride_h + i * q_stride_k
+    k += request * k_stride_b + head * k_stride_h + i * k_stride_k
+    g += request * g_stride_b + head * g_stride_h + i * g_stride_k
     place = request * tl.num_programs(0) + head
-    target = vectors + place * (1 + RECORDS + 2 * ROWS) * K
-    tl.store(target + i, tl.exp(tl.sum(g_old, 0)), mask=i < K)
-    target += K + r64[:, None] * K + i[None, :]
-    tl.store(target, k_old * tl.exp(tl.cumsum(g_old, 0, reverse=True) - g_old), mask=(r < RECORDS)[:, None] & in_k)
-    since = tl.cumsum(g_new, 0)
-    of_step = (r < ROWS)[:, None] & in_k
-    tl.store(target + RECORDS * K, k_new * tl.exp(since), mask=of_step)
-    tl.store(target + (RECORDS + ROWS) * K, q_new * tl.exp(since), mask=of_step)
-    column = factors + place * 2 * ROWS * ROWS + r
+
+    queries, keys, decays = (), (), ()
     for row in tl.static_range(ROWS):
-        here = (r == row)[:, None]
-        k_row = tl.sum(tl.where(here, k_new, 0.0), 0)
-        # Rows before this one would have a positive exponent, which may overflow.
-        after = tl.minimum(since - tl.sum(tl.where(here, since, 0.0), 0)[None, :], 0.0)
-        reach = k_row[None, :] * tl.exp(after)
-        tl.store(column, tl.where(r > row, tl.sum(k_new * reach, 1), 0.0), mask=r < ROWS)
-        tl.store(column + ROWS * ROWS, tl.where(r >= row, tl.sum(q_new * reach, 1), 0.0), mask=r < ROWS)
-        column += ROWS
-    tl.debug_barrier()  # every thread has read the records before any is replaced
-    replaced = (r < RECORDS)[:, None] & in_k
-    tl.store(k_records, k_new, mask=replaced & held)
-    tl.store(g_records, g_new, mask=replaced & held)
+        valid = tl.load(positions + request * position_stride_b + row * position_stride_s) >= 0
+        inside = in_k & valid
+        query = tl.load(q + row * q_stride_s, mask=inside, other=0.0).to(tl.float32)
+        key = tl.load(k + row * k_stride_s, mask=inside, other=0.0).to(tl.float32)
+        queries += (normalised(query, valid, L2NORM) * SCALE,)
+        keys += (normalised(key, valid, L2NORM),)
+        decays += (tl.load(g + row * g_stride_s, mask=inside, other=0.0).to(tl.float32),)
+
+    if tl.program_id(2) == 0:
+        slot = tl.load(state_slots + request * slot_stride).to(tl.int64)
+        held = slot >= 0
+        kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
+        k_records = pending_k + slot * pk_stride_n + head * pk_stride_h + i * pk_stride_k
+        g_records = pending_g + slot * pg_stride_n + head * pg_stride_h + i * pg_stride_k
+        old_keys, old_decays = (), ()
+        for m in tl.static_range(RECORDS):
+            old_keys += (tl.load(k_records + m * pk_stride_m, mask=in_k & (m < kept), other=0.0),)
+            old_decays += (tl.load(g_records + m * pg_stride_m, mask=in_k & (m < kept), other=0.0),)
+        tl.debug_barrier()  # every thread has read the records before any is replaced
+        weights = vectors + place * (2 + RECORDS + 2 * ROWS) * K + i
+        rows = weights + (1 + RECORDS) * K
+        nothing = tl.zeros([BLOCK_K], tl.float32)
+        since = nothing
+        for m in tl.static_range(RECORDS - 1, -1, -1):
+            tl.store(weights + (1 + m) * K, old_keys[m] * tl.exp(since), mask=in_k)
+            since += old_decays[m]
+        tl.store(weights, tl.exp(since), mask=in_k)
+        since = nothing
+        for row in tl.static_range(ROWS):
+            since += decays[row]
+            tl.store(rows + row * K, keys[row] * tl.exp(since), mask=in_k)
+            tl.store(rows + (ROWS + row) * K, queries[row] * tl.exp(since), mask=in_k)
+            tl.store(k_records + row * pk_stride_m, keys[row], mask=in_k & held)
+            tl.store(g_records + row * pg_stride_m, decays[row], mask=in_k & held)
+        for row in tl.static_range(ROWS, RECORDS):  # a narrower step leaves neutral records behind
+            tl.store(k_records + row * pk_stride_m, nothing, mask=in_k & held)
+            tl.store(g_records + row * pg_stride_m, nothing, mask=in_k & held)
+    else:
+        fades = ()
+        for row in tl.static_range(ROWS):
+            fades += (tl.exp(decays[row]),)
+        columns = factors + place * 2 * ROWS * ROWS
+        for before in tl.static_range(ROWS):
+            reach = keys[before]
+            column = columns + before * ROWS
+            tl.store(column + ROWS * ROWS + before, tl.sum(queries[before] * reach, 0))
+            for row in tl.static_range(before + 1, ROWS):
+                reach *= fades[row]
+                tl.store(column + row, tl.sum(keys[row] * reach, 0))
+                tl.store(column + ROWS * ROWS + row, tl.sum(queries[row] * reach, 0))
 
 
 @triton.jit
@@ -139,20 +147,20 @@ def _kda_verify(
     positions,
     out,
     v_stride_b,
-    v_stride_s,
+    v_stride_s: tl.constexpr,
     v_stride_h,
-    v_stride_v,
+    v_stride_v: tl.constexpr,
     beta_stride_b,
-    beta_stride_s,
+    beta_stride_s: tl.constexpr,
     beta_stride_h,
     state_stride_n,
     state_stride_h,
-    state_stride_k,
-    state_stride_v,
+    state_stride_k: tl.constexpr,
+    state_stride_v: tl.constexpr,
     pu_stride_n,
-    pu_stride_m,
+    pu_stride_m: tl.constexpr,
     pu_stride_h,
-    pu_stride_v,
+    pu_stride_v: tl.constexpr,
     accepted_stride,
     slot_stride,
     position_stride_b,
@@ -162,10 +170,16 @@ def _kda_verify(
     ROWS: tl.constexpr,
     RECORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One head in one warp: a thread has whole columns of the state, so that no sum leaves it, and takes them a few of their
-    numbers (``BLOCK_K``) at a time."""
+    numbers (``BLOCK_K``) at a time.
+
+    Every vector is read in steps of one 32-byte sector, by all threads at once: each step would wait for the L2 cache once
+    per vector. So one load, of a number per vector, brings the next step's sectors into the L1 cache. What it returns has
+    to be used for the load to stay; it ends in a row of ``vectors`` that nothing reads.
+    """
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -176,24 +190,33 @@ def _kda_verify(
     kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
     state += slot * state_stride_n + head * state_stride_h + j[:, None] * state_stride_v
     place = request * heads + head
-    vectors += place * (1 + RECORDS + 2 * ROWS) * K
+    vectors += place * (2 + RECORDS + 2 * ROWS) * K
     u_records = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
 
     nothing = tl.zeros([BLOCK_V], tl.float32)
-    from_state, to_out = (), ()
+    vector = tl.arange(0, BLOCK_T)
+    sectors = vectors + vector * K
+    touched = tl.load(sectors, mask=vector < 1 + RECORDS + 2 * ROWS, other=0.0)
+    from_state, to_out, u_old = (), (), ()
     for _ in tl.static_range(ROWS):
         from_state += (nothing,)
         to_out += (nothing,)
+    for m in tl.static_range(RECORDS):
+        u_old += (tl.load(u_records + m * pu_stride_m, mask=in_v & (m < kept), other=0.0),)
+    first_tile = tl.arange(0, BLOCK_K)[None, :]
+    ahead = tl.load(state + first_tile * state_stride_k, mask=in_v[:, None] & (first_tile < K) & held, other=0.0)
     for first in range(0, K, BLOCK_K):
         i = first + tl.arange(0, BLOCK_K)
         in_k = i < K
-        tile = state + i[None, :] * state_stride_k
-        inside = in_v[:, None] & in_k[None, :] & held
-        s = tl.load(tile, mask=inside, other=0.0) * tl.load(vectors + i, mask=in_k, other=0.0)[None, :]
-        for m in range(kept):
-            weight = tl.load(vectors + (1 + m) * K + i, mask=in_k, other=0.0)
-            s += tl.load(u_records + tl.cast(m, tl.int64) * pu_stride_m, mask=in_v, other=0.0)[:, None] * weight[None, :]
-        tl.store(tile, s, mask=inside & (kept > 0))
+        inside = in_v[:, None] & held
+        more = (vector < 1 + RECORDS + 2 * ROWS) & (first + BLOCK_K < K)
+        touched += tl.load(sectors + first + BLOCK_K, mask=more, other=0.0)
+        s = ahead * tl.load(vectors + i, mask=in_k, other=0.0)[None, :]
+        following = (i + BLOCK_K)[None, :]  # is under way while this tile is worked on
+        ahead = tl.load(state + following * state_stride_k, mask=inside & (following < K), other=0.0)
+        for m in tl.static_range(RECORDS):
+            weight = tl.load(vectors + (1 + m) * K + i, mask=in_k & (m < kept), other=0.0)
+            s += u_old[m][:, None] * weight[None, :]
         rows = vectors + (1 + RECORDS) * K + i
         before, from_state = from_state, ()
         for row in tl.static_range(ROWS):
@@ -201,14 +224,16 @@ def _kda_verify(
         before, to_out = to_out, ()
         for row in tl.static_range(ROWS):
             to_out += (before[row] + tl.sum(s * tl.load(rows + (ROWS + row) * K, mask=in_k, other=0.0)[None, :], 1),)
-    tl.debug_barrier()  # every thread has read the records before any is replaced
+        tl.store(state + i[None, :] * state_stride_k, s, mask=inside & in_k[None, :] & (kept > 0))
+
+    tl.store(vectors + (1 + RECORDS + 2 * ROWS) * K + vector, touched, mask=vector < K)
 
     v += request * v_stride_b + head * v_stride_h + j * v_stride_v
     beta += request * beta_stride_b + head * beta_stride_h
     positions += request * position_stride_b
     out += (request * ROWS * heads + head) * V + j
     factors += place * 2 * ROWS * ROWS
-    corrections = ()
+    corrections, outputs = (), ()
     for row in tl.static_range(ROWS):
         valid = tl.load(positions + row * position_stride_s) >= 0
         u = tl.load(v + row * v_stride_s, mask=in_v & valid, other=0.0).to(tl.float32) - from_state[row]
@@ -219,8 +244,11 @@ def _kda_verify(
         u *= tl.load(beta + row * beta_stride_s, mask=valid, other=0.0).to(tl.float32)
         o += tl.load(factors + (ROWS + row) * ROWS + row) * u
         corrections += (u,)
-        tl.store(out + row * heads * V, o.to(out.dtype.element_ty), mask=in_v)
-        tl.store(u_records + row * pu_stride_m, u, mask=in_v & held)
+        outputs += (o,)
+    # Stores come last: a load may not be moved before a store, whose memory might be the same.
+    for row in tl.static_range(ROWS):
+        tl.store(out + row * heads * V, outputs[row].to(out.dtype.element_ty), mask=in_v)
+        tl.store(u_records + row * pu_stride_m, corrections[row], mask=in_v & held)
     for row in tl.static_range(ROWS, RECORDS):  # a narrower step leaves neutral records behind
         tl.store(u_records + row * pu_stride_m, tl.zeros([BLOCK_V], tl.float32), mask=in_v & held)
 
@@ -264,10 +292,10 @@ def kda_verify(
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out
-    vectors = state.new_empty((batch, heads, 1 + records + 2 * rows, width))
+    vectors = state.new_empty((batch, heads, 2 + records + 2 * rows, width))
     factors = state.new_empty((batch, heads, 2, rows, rows))
     block_k = triton.next_power_of_2(width)
-    _prepare[(heads, batch)](
+    _prepare[(heads, batch, 2)](
         q,
         k,
         g,
@@ -291,7 +319,6 @@ def kda_verify(
         ROWS=rows,
         RECORDS=records,
         L2NORM=qk_l2norm,
-        BLOCK_R=triton.next_power_of_2(records),
         BLOCK_K=block_k,
         num_warps=1,
     )
@@ -318,7 +345,8 @@ def kda_verify(
         V=values,
         ROWS=rows,
         RECORDS=records,
-        BLOCK_K=min(16, block_k),
+        BLOCK_K=min(8, block_k),
+        BLOCK_T=triton.next_power_of_2(1 + records + 2 * rows),
         BLOCK_V=block_v,
         num_warps=1,
     )

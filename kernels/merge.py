@@ -9,6 +9,45 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def merged(
+    outs,
+    lses,
+    parts,
+    out_stride_n,
+    lse_stride_n,
+    out_stride_r,
+    column,
+    LATENT: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Columns of the merged output of one row and head, and its LSE, from the first ``parts`` of what is pointed at."""
+    part = tl.arange(0, BLOCK_PARTS)
+    logs = tl.load(lses + part.to(tl.int64) * lse_stride_n, mask=part < parts, other=float("-inf"))
+    logs = tl.where((logs == logs) & (logs < float("inf")), logs, float("-inf"))
+    top = tl.max(logs, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(logs - shift), 0)
+
+    result = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
+    for first in range(0, parts, CHUNK):
+        n = first + tl.arange(0, CHUNK)
+        log = tl.load(lses + n.to(tl.int64) * lse_stride_n, mask=n < parts, other=float("-inf"))
+        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
+        weight = tl.exp(log - shift)
+        # A part of weight 0 is not even read: its output is undefined.
+        value = tl.load(
+            outs + n.to(tl.int64)[:, None] * out_stride_n + column[None, :] * out_stride_r,
+            mask=(weight > 0)[:, None] & (column < LATENT)[None, :],
+            other=0.0,
+        )
+        result += value.to(tl.float32) * weight[:, None]
+    some = tl.where(total > 0, total, 1.0)
+    return tl.sum(result, 0) / some, tl.where(total > 0, shift + tl.log(some), float("-inf"))
+
+
 @triton.jit(do_not_specialize=["parts"])
 def _merge(
     outs,
@@ -33,34 +72,21 @@ def _merge(
     row = item // heads
     head = item % heads
     column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
-    lse_of = lses + row * lse_stride_t + head * lse_stride_h
-    out_of = outs + row * out_stride_t + head * out_stride_h
-
-    part = tl.arange(0, BLOCK_PARTS)
-    logs = tl.load(lse_of + part.to(tl.int64) * lse_stride_n, mask=part < parts, other=float("-inf"))
-    logs = tl.where((logs == logs) & (logs < float("inf")), logs, float("-inf"))
-    top = tl.max(logs, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(logs - shift), 0)
-
-    merged = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
-    for first in range(0, parts, CHUNK):
-        n = first + tl.arange(0, CHUNK)
-        log = tl.load(lse_of + n.to(tl.int64) * lse_stride_n, mask=n < parts, other=float("-inf"))
-        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
-        weight = tl.exp(log - shift)
-        # A part of weight 0 is not even read: its output is undefined.
-        value = tl.load(
-            out_of + n.to(tl.int64)[:, None] * out_stride_n + column[None, :] * out_stride_r,
-            mask=(weight > 0)[:, None] & (column < LATENT)[None, :],
-            other=0.0,
-        )
-        merged += value.to(tl.float32) * weight[:, None]
-    some = tl.where(total > 0, total, 1.0)
-    result = tl.sum(merged, 0) / some
+    lses += row * lse_stride_t + head * lse_stride_h
+    outs += row * out_stride_t + head * out_stride_h
+    result, log = merged(
+        outs, lses, parts, out_stride_n, lse_stride_n, out_stride_r, column, LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK
+    )
     tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
     if tl.program_id(1) == 0:
-        tl.store(lse + item, tl.where(total > 0, shift + tl.log(some), float("-inf")))
+        tl.store(lse + item, log)
+
+
+def block_sizes(items: int, latent: int, parts: int) -> tuple[int, int]:
+    """Columns of a program, and parts it reads at once, for ``items`` rows x heads."""
+    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
+    columns = min(64 if items <= 512 else 512, triton.next_power_of_2(latent))
+    return columns, min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
 
 
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -71,9 +97,7 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:
         return
-    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
-    columns = min(64 if rows * heads <= 512 else 512, triton.next_power_of_2(latent))
-    chunk = min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
+    columns, chunk = block_sizes(rows * heads, latent, parts)
     _merge[(rows * heads, triton.cdiv(latent, columns))](
         outs,
         lses,

@@ -35,7 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dcp_compile.errors import BackendError
 
 from . import device
+from .divide import MOST_WAVES, divide
 from .merge import merge_into
+from .merge_pieces import merge_pieces
 from .splits import split_count
 
 LATENT = gl.constexpr(512)
@@ -182,7 +184,21 @@ def _scores(buffers, barriers, couples, seen, opaque_zero, FACTOR: gl.constexpr)
 
 
 @gluon.jit
-def _values(buffers, barriers, plan, out, lse, part, pairs, SPLIT: gl.constexpr, FIRST_CHUNK: gl.constexpr):
+def _store(out, lse, line, scale, logs, pairs, stored, o0, o1, MMA: gl.constexpr, FIRST_CHUNK: gl.constexpr):
+    pair = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, MMA))
+    column = FIRST_CHUNK * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
+    if FIRST_CHUNK == 0:
+        gl.store(lse + line + pair, logs, mask=pair < pairs)
+    target = out + line.to(gl.int64) * LATENT + pair[:, None] * LATENT + column[None, :]
+    # An empty row is selected to 0: it was not masked, and its query may hold anything.
+    o0 = gl.where((scale > 0.0)[:, None], o0 * scale[:, None], 0.0)
+    o1 = gl.where((scale > 0.0)[:, None], o1 * scale[:, None], 0.0)
+    gl.store(target, o0.to(out.dtype.element_ty), mask=(pair < stored)[:, None])
+    gl.store(target + CHUNK, o1.to(out.dtype.element_ty), mask=(pair < stored)[:, None])
+
+
+@gluon.jit
+def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: gl.constexpr):
     _, _, k_latent, k_rope, rescale, closing = buffers
     _, _, latent_empty, _, rope_empty, rescale_full, p_full, closing_full = barriers
     _, blocks = plan
@@ -211,29 +227,26 @@ def _values(buffers, barriers, plan, out, lse, part, pairs, SPLIT: gl.constexpr,
         mbarrier.arrive(latent_empty.index(i + 1), count=1)
     mbarrier.wait(closing_full, 0)
     scale = closing.index(0).load(rows)
-    pair = gl.arange(0, BLOCK, layout=rows)
-    if FIRST_CHUNK == 0:
-        gl.store(lse + part + pair, closing.index(1).load(rows), mask=pair < pairs)
-    column = FIRST_CHUNK * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, mma))
-    stored = pairs
+    logs = closing.index(1).load(rows)
+    out, lse, line, part_out, part_lse, part_line, pairs = results
     if SPLIT:
-        stored = gl.where(blocks > 0, pairs, 0)  # the merge does not read an empty part
-    target = out + part.to(gl.int64) * LATENT + pair[:, None] * LATENT + column[None, :]
-    # An empty row is selected to 0: it was not masked, and its query may hold anything.
-    o0 = gl.where((scale > 0.0)[:, None], o0 * scale[:, None], 0.0)
-    o1 = gl.where((scale > 0.0)[:, None], o1 * scale[:, None], 0.0)
-    gl.store(target, o0.to(out.dtype.element_ty), mask=(pair < stored)[:, None])
-    gl.store(target + CHUNK, o1.to(out.dtype.element_ty), mask=(pair < stored)[:, None])
+        if part_line < 0:
+            _store(out, lse, line, scale, logs, pairs, pairs, o0, o1, mma, FIRST_CHUNK)
+        else:  # the merge does not read the output of an empty part
+            stored = gl.where(blocks > 0, pairs, 0)
+            _store(part_out, part_lse, part_line, scale, logs, pairs, stored, o0, o1, mma, FIRST_CHUNK)
+    else:
+        _store(out, lse, line, scale, logs, pairs, pairs, o0, o1, mma, FIRST_CHUNK)
 
 
 @gluon.jit
-def _values_low(buffers, barriers, plan, out, lse, part, pairs, SPLIT: gl.constexpr):
-    _values(buffers, barriers, plan, out, lse, part, pairs, SPLIT, 0)
+def _values_low(buffers, barriers, plan, results, SPLIT: gl.constexpr):
+    _values(buffers, barriers, plan, results, SPLIT, 0)
 
 
 @gluon.jit
-def _values_high(buffers, barriers, plan, out, lse, part, pairs, SPLIT: gl.constexpr):
-    _values(buffers, barriers, plan, out, lse, part, pairs, SPLIT, 2)
+def _values_high(buffers, barriers, plan, results, SPLIT: gl.constexpr):
+    _values(buffers, barriers, plan, results, SPLIT, 2)
 
 
 @gluon.jit(do_not_specialize=["page_lines", "table_stride", "opaque_zero"])
@@ -244,8 +257,11 @@ def _mla_hopper(
     rope_keys,
     block_table,
     bounds,
+    programs,
     out,
     lse,
+    part_out,
+    part_lse,
     page_lines,
     table_stride,
     column_stride,
@@ -255,14 +271,18 @@ def _mla_hopper(
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     ROW_BOUNDS: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr,  # results may be parts
+    DIVIDED: gl.constexpr,  # the keys of each program are listed in ``programs``
     FACTOR: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     pair0 = gl.program_id(0) * BLOCK  # programs next to each other share keys
-    split = gl.program_id(1)
     request = gl.program_id(2)
-    splits = gl.num_programs(1)
+    if DIVIDED:
+        programs += 4 * gl.program_id(1)
+        request = gl.load(programs)
+        if request < 0:
+            return
     total_pairs: gl.constexpr = ROWS * HEADS
     pairs = gl.minimum(total_pairs - pair0, BLOCK)
 
@@ -314,10 +334,17 @@ def _mla_hopper(
         bound = gl.where(pair < pairs, request_longest, 0)
     longest = gl.max(bound, 0)
     shortest = gl.min(gl.where(bound > 0, bound, longest), 0)
-    # The split of the keys follows the longest row of the request, so that it is the same for all its programs.
-    share = ((request_longest + BLOCK - 1) // BLOCK + splits - 1) // splits
-    first = split * share
-    blocks = gl.maximum(gl.minimum(first + share, (longest + BLOCK - 1) // BLOCK) - first, 0)
+    # Where keys are split follows the longest row of the request, so that it is the same for all its programs.
+    if DIVIDED:
+        first = gl.load(programs + 1)
+        last = gl.load(programs + 2)
+        part = gl.load(programs + 3)
+    else:
+        share = ((request_longest + BLOCK - 1) // BLOCK + gl.num_programs(1) - 1) // gl.num_programs(1)
+        first = gl.program_id(1) * share
+        last = first + share
+        part = gl.program_id(1)
+    blocks = gl.maximum(gl.minimum(last, (longest + BLOCK - 1) // BLOCK) - first, 0)
     # Pairs of blocks which every row that sees any key sees in full. The bounds within the blocks after them wait in
     # shared memory: the loop over the pairs has no register to spare.
     couples = gl.minimum(gl.maximum(shortest // BLOCK - first, 0), blocks) // 2
@@ -329,12 +356,12 @@ def _mla_hopper(
     buffers = (q_latent, q_rope, k_latent, k_rope, rescale, closing)
     barriers = (q_full, latent_full, latent_empty, rope_full, rope_empty, rescale_full, p_full, closing_full)
     plan = (first, blocks)
-    part = (split * gl.num_programs(2) + request) * total_pairs + pair0
+    results = (out, lse, line, part_out, part_lse, part * total_pairs + pair0, pairs)
     gl.warp_specialize(
         [
             (_scores, (buffers, barriers, couples, seen, opaque_zero, FACTOR)),
-            (_values_low, (buffers, barriers, plan, out, lse, part, pairs, SPLIT)),
-            (_values_high, (buffers, barriers, plan, out, lse, part, pairs, SPLIT)),
+            (_values_low, (buffers, barriers, plan, results, SPLIT)),
+            (_values_high, (buffers, barriers, plan, results, SPLIT)),
             (_producer, (keys, buffers, barriers, plan, PAGE)),
         ],
         [4, 4, 1],
@@ -387,22 +414,33 @@ def _launch(
     if rows * heads == 0:
         return out, lse
     tiles = triton.cdiv(rows // batch * heads, BLOCK.value)
-    if splits is None:
-        splits = split_count(tiles * batch, block_table.shape[1] * page, device.multiprocessors(q_latent.device))
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = out.new_empty((splits, rows, heads, latent), dtype=torch.float32)
-        part_lse = lse.new_empty((splits, rows, heads))
+    at_once = device.multiprocessors(q_latent.device)
+    division, part_out, part_lse = None, out, lse
+    if batch == 1:
+        splits = splits or split_count(tiles, block_table.shape[1] * page, at_once)
+        count = splits
+    elif splits or tiles * batch < MOST_WAVES * at_once:
+        at_once = splits * tiles if splits else at_once
+        division = divide(bounds, batch, tiles, at_once, BLOCK.value)
+        splits, count = len(division.programs), division.most_parts
+    else:
+        splits = count = 1
+    if count > 1:
+        part_out = out.new_empty((count, rows // batch, heads, latent), dtype=torch.float32)
+        part_lse = lse.new_empty((count, rows // batch, heads))
     page_lines = page_stride // line_stride
     cache_lines = kv_cache.as_strided(((pages - 1) * page_lines + page, width), (line_stride, 1))
     q_latent, q_rope = _lines(q_latent), _lines(q_rope)
-    _mla_hopper[(tiles, splits, batch)](
+    _mla_hopper[(tiles, splits, batch if division is None else 1)](
         _tiles(q_latent, CHUNK.value),
         _tiles(q_rope, ROPE.value),
         _tiles(cache_lines, CHUNK.value),
         _tiles(cache_lines, ROPE.value),
         block_table,
         bounds,
+        bounds if division is None else division.programs,
+        out,
+        lse,
         part_out,
         part_lse,
         page_lines,
@@ -413,12 +451,15 @@ def _launch(
         HEADS=heads,
         PAGE=page,
         ROW_BOUNDS=row_bounds,
-        SPLIT=splits > 1,
+        SPLIT=count > 1,
+        DIVIDED=division is not None,
         FACTOR=scale * LOG2_E.value,
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )
-    if splits > 1:
+    if division is not None:
+        merge_pieces(part_out, part_lse, division, out, lse)
+    elif count > 1:
         merge_into(part_out, part_lse, out, lse)
     return out, lse
 
@@ -441,7 +482,8 @@ def mla_rows(
         kv_cache: ``[pages, block_size, 576]`` in the same type, block_size a multiple of 64.
         block_table: ``[B, columns]`` int32. bounds: ``[T]`` int32.
         requests: ``[T]``, which must be ``t // (T / B)``: the layout of every step. It is not read.
-        splits: programs that share the keys of a row; None chooses from the shapes.
+        splits: programs that share the keys of a request if there is one, else about as many for all of them together;
+            None chooses from the shapes.
 
     Returns:
         ``(out [T, H, 512] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty

@@ -117,7 +117,8 @@ def cases() -> dict[str, Callable[[], object]]:
     return {
         "hopper rows, one": lambda: attend(mla_hopper.mla_rows, 1, 1),
         "hopper rows, verify": lambda: attend(mla_hopper.mla_rows, 1, 8),
-        "hopper rows, unsplit": lambda: attend(mla_hopper.mla_rows, 32, 8),
+        "hopper rows, many requests": lambda: attend(mla_hopper.mla_rows, 32, 8),
+        "hopper rows, unsplit": lambda: attend(mla_hopper.mla_rows, 64, 8),
         "hopper rows, odd": lambda: attend(mla_hopper.mla_rows, 3, 5, torch.float16, page=128),
         "hopper rows, long": lambda: attend(mla_hopper.mla_rows, 1, 256),
         "hopper rows, few heads": lambda: attend(mla_hopper.mla_rows, 1, 8, heads=12),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dcp_compile.errors import BackendError
 from dcp_compile.kernels.device import hopper_unavailable
+from dcp_compile.kernels.divide import Division
 from dcp_compile.ops import merge, mla
 
 UNAVAILABLE = hopper_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -29,6 +30,14 @@ def _reference_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> No
     lse.copy_(merged_lse)
 
 
+def _reference_merge_pieces(outs: Tensor, lses: Tensor, division: Division, out: Tensor, lse: Tensor) -> None:
+    rows = outs.shape[1]
+    for request, (first, count) in enumerate(division.parts.tolist()):
+        if count > 1:
+            here, parts = slice(request * rows, (request + 1) * rows), slice(first, first + count)
+            _reference_merge(outs[parts], lses[parts], out[here], lse[here])
+
+
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     if UNAVAILABLE is None:
@@ -36,7 +45,8 @@ def hopper() -> ModuleType:
 
         return mla_hopper
     module = load_simulated(Path(__file__).parents[2] / "kernels" / "mla_hopper.py", "dcp_compile.kernels")
-    module.merge_into = _reference_merge  # the interpreter takes minutes for it at these sizes
+    module.merge_into = _reference_merge  # the interpreter takes minutes for the kernels at these sizes
+    module.merge_pieces = _reference_merge_pieces
     return module
 
 
