@@ -112,6 +112,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         device=device,
         pages=PagePool(context.pages),
         slots=SlotPool(context.state_slots),
+        reads_lengths=plans is not Unplanned,
     )
     if config.verify == "adaptive" and engine.verify is not None:
         engine.verify_costs = measure_verify(engine)
@@ -146,7 +147,7 @@ def compile_replicated(step: DraftStep, engine: Engine) -> DraftEngine:
     shape = pages, page, 2 * draft.config.num_key_value_heads * draft.config.head_dim
     caches = [torch.zeros(shape, dtype=draft.dtype, device=engine.device) for _ in draft.layers]
     block = replicated_block(step, caches, config.draft_window)
-    return _draft_engine(draft, engine, block, caches, (page, 0, 1, 1), kv_scale=1.0)
+    return _draft_engine(draft, engine, block, caches, (page, 0, 1, 1), kv_scale=1.0, reads_lengths=True)
 
 
 def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tuple[DraftEngine, CompileReport]:
@@ -179,7 +180,8 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     caches = [states[ref] for ref in sorted(states, key=lambda ref: ref.layer)]
     layout = config.block_size, parallel.dcp_rank, parallel.dcp_size, config.kv_interleave
     report = CompileReport(captured, results, choice, context.layout, requirements, path, regions)
-    return _draft_engine(draft, engine, block, caches, layout, context.kv_scale), report
+    reads_lengths = plans is not Unplanned
+    return _draft_engine(draft, engine, block, caches, layout, context.kv_scale, reads_lengths), report
 
 
 def _draft_engine(
@@ -189,6 +191,7 @@ def _draft_engine(
     caches: list[torch.Tensor],
     layout: tuple[int, int, int, int],
     kv_scale: float,
+    reads_lengths: bool,
 ) -> DraftEngine:
     """``layout``: block size, rank, ranks and interleave of the caches. kv_scale: of their values."""
     config = engine.config
@@ -202,6 +205,7 @@ def _draft_engine(
         kv_scale=kv_scale,
         width=_block_width(draft, config),
         window=config.draft_window,
+        reads_lengths=reads_lengths,
         gives_confidence=adaptive and draft.confidence_head is not None,
     )
     if engine.device.type == "cuda" and config.cuda_graphs is not False:

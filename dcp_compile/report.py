@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ._compat import size_for_one_row
 from .backends import get_backend, plans_prefixes
 from .errors import UnsupportedModelError
+from .generation.ahead import why_wait
 from .parallel.shard import shard_of
 from .passes.graph_tools import EXCHANGES, census
 from .passes.shard_dcp import is_collective
@@ -53,6 +54,7 @@ def explain(model: PreTrainedModel) -> str:
     lines += _communication(graph, parallel, report.path)
     if optimized.draft is not None:
         lines += _draft(optimized.draft, optimized.draft_report)
+        lines.append(_rounds(model._dcp_engine, optimized.draft))
     if model._dcp_engine.verify_costs is not None:
         lines += _adaptive(model._dcp_engine.verify_costs, optimized.draft)
     return "\n".join(lines)
@@ -179,6 +181,13 @@ def _draft(draft, report) -> list[str]:
         *([_regions(report.regions)] if report.regions is not None else []),
         f"collectives per block: {_meetings(report.graph) or 'none'}",
     ]
+
+
+def _rounds(engine, draft) -> str:
+    reason = why_wait(engine, draft)
+    if reason is not None:
+        return f"rounds of draft and verify: each waits for the host; {reason}"
+    return "rounds of draft and verify: follow one another on the device, the host reads tokens one round late"
 
 
 def _adaptive(costs, draft) -> list[str]:

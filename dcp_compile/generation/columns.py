@@ -80,10 +80,11 @@ class Columns:
         """How many of ``tokens`` a row can take: up to and including the first that ends it."""
         return next((i + 1 for i, token in enumerate(tokens) if token in self._call.eos_tokens), len(tokens))
 
-    def extend(self, tokens: Tensor, counts: Sequence[int], scores: Tensor, logits: Tensor) -> None:
+    def extend(self, tokens: Tensor, counts: Sequence[int], scores: Tensor | None, logits: Tensor | None) -> None:
         """Append the first ``counts[row]`` of ``tokens [rows, columns]``, which are on the CPU.
 
-        ``scores`` and ``logits`` are those they were chosen from, ``[rows, columns, vocab]``.
+        ``scores`` and ``logits`` are those they were chosen from, ``[rows, columns, vocab]``; without them if the caller
+        wants neither.
         """
         for row, count in enumerate(counts):
             start = self.lengths[row]

@@ -21,41 +21,52 @@ class DSparkProposer:
     """
 
     def __init__(self, engine: DraftEngine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     def begin(self, session: Session, prompts: Sequence[Tensor], sampling: Sampling) -> None:
         self._session, self._sampling = session, sampling
-        session.taps_sink = self._engine.ingest
+        session.taps_sink = self.engine.ingest
 
     @torch.no_grad()
     def propose(self, sequences: Sequence[Tensor], limits: Sequence[int]) -> Proposal:
-        counts = [min(limit, self._engine.width) for limit in limits]
+        counts = [min(limit, self.engine.width) for limit in limits]
         if not any(counts):
             empty = [torch.empty(0, dtype=torch.int64) for _ in counts]
             return Proposal.stack(empty)
-        anchors = torch.stack([sequence[-1] for sequence in sequences])
-        base, hidden = self._engine.run_block(anchors, self._session.lengths, self._session.block_table, counts)
-        if self._sampling.do_sample:
-            tokens, probabilities = self._draw(anchors.to(base.device), base)
-        else:
-            tokens, probabilities = self._engine.follow(anchors, base), None
+        anchors, lengths = torch.stack([sequence[-1] for sequence in sequences]), torch.tensor(self._session.lengths)
+        block_table = self._session.block_table
+        tokens, probabilities, hidden = self.draw(anchors, lengths, block_table, torch.tensor(counts), max(counts))
         return Proposal(tokens, counts, probabilities, self._confidences(hidden, anchors, tokens))
+
+    @torch.no_grad()
+    def draw(
+        self, anchors: Tensor, lengths: Tensor, block_table: Tensor, counts: Tensor, width: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One block per row, from arguments as for :meth:`DraftEngine.run_block`.
+
+        Returns, on the device, the tokens ``[B, width]``, the distributions they were drawn from, ``[B, width, vocab]`` or
+        None, and the block's states ``[B, width, H]``.
+        """
+        base, hidden = self.engine.run_block(anchors, lengths, block_table, counts, width)
+        if not self._sampling.do_sample:
+            return self.engine.follow(anchors, base), None, hidden
+        return *self._draw(anchors.to(base.device), base), hidden
 
     def _draw(self, anchors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled tokens ``[B, K]`` and the distributions they were drawn from, ``[B, K, vocab]``."""
         tokens, probabilities = [anchors], []
         for logits in base.unbind(1):
-            drawn, drawn_from = self._sampling.pick(logits + self._engine.model.markov_bias(tokens[-1]))
+            drawn, drawn_from = self._sampling.pick(logits + self.engine.model.markov_bias(tokens[-1]))
             tokens.append(drawn)
             probabilities.append(drawn_from)
         return torch.stack(tokens[1:], dim=1), torch.stack(probabilities, dim=1)
 
     def _confidences(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor | None:
         """Chances ``[B, K]`` of the drafts, from the block's states ``[B, K, H]`` and the tokens before each of them."""
-        if not self._engine.gives_confidence:
+        if not self.engine.gives_confidence:
             return None
         before = torch.cat([anchors.to(tokens.device)[:, None], tokens[:, :-1]], dim=1)
-        return self._engine.model.confidence(hidden, before)
+        return self.engine.model.confidence(hidden, before)
 
     def commit(self, kept: Sequence[int]) -> None:
         """The session has handed the kept rows' hidden states to the draft already."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two decoding loops: one token per step, and draft-and-verify.
+"""The two decoding loops that wait for every token: one per step, and draft-and-verify. A third is in ahead.py.
 
 Both choose tokens from the same scores transformers would compute, and end each row where lock-step decoding ends it.
 Every choice is the leader's: tokens, drafts and stops are broadcast before anything depends on them.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .acceptance import RULES, Verdict, greedy
+from .acceptance import RULES, greedy
 from .call import DecodeCall
 from .columns import Columns
 from .drafts import Proposal, Proposer
@@ -31,7 +31,7 @@ def decode_plain(session: Session, call: DecodeCall) -> GenerateDecoderOnlyOutpu
     active = [True for _ in rows]
     logits = session.prefill(call.prompts)
     while True:
-        _append_column(session, call, columns, logits, active)
+        append_column(session, call, columns, logits, active)
         columns.publish()
         if columns.finished:
             return columns.result()
@@ -58,7 +58,7 @@ def decode_speculative(
     columns = Columns(call, session)
     rows = range(len(call.prompts))
     ragged = all(is_context_free(processor) for processor in call.processors)
-    _append_column(session, call, columns, session.prefill(call.prompts), [True for _ in rows])
+    append_column(session, call, columns, session.prefill(call.prompts), [True for _ in rows])
     columns.publish()
     while not columns.finished:
         runs = [columns.runs(row) for row in rows]
@@ -77,7 +77,7 @@ def decode_speculative(
             scores, judged = call.processors(None, logits.flatten(0, 1)).view(logits.shape), counts
         else:
             scores, judged = _scores_in_lockstep(session, call, columns, drafts, counts, runs, logits)
-        tokens, emitted = _judge(session, call, scores, drafts, judged, proposal.probs, acceptance)
+        tokens, emitted = _wait_for_verdict(session, call, scores, drafts, judged, proposal.probs, acceptance)
         schedule.learn(judged, [len(row) - 1 for row in emitted])
         kept = [columns.until_end(emitted[row]) if runs[row] else 0 for row in rows]
         if not ragged:
@@ -91,7 +91,7 @@ def decode_speculative(
     return columns.result()
 
 
-def _append_column(
+def append_column(
     session: Session, call: DecodeCall, columns: Columns, logits: Tensor, active: Sequence[bool]
 ) -> None:
     """Choose one token per row from ``logits [rows, vocab]``, with the calls and the draws transformers makes."""
@@ -181,7 +181,7 @@ def _first(drafts: Tensor, counts: Sequence[int]) -> Tensor:
     return _sent(torch.arange(drafts.shape[1]) < torch.tensor(counts)[:, None], drafts.device)
 
 
-def _judge(
+def _wait_for_verdict(
     session: Session,
     call: DecodeCall,
     scores: Tensor,
@@ -190,25 +190,42 @@ def _judge(
     probs: Tensor | None,
     acceptance: str,
 ) -> tuple[Tensor, list[list[int]]]:
-    """The leader's verdict: tokens ``[rows, most drafts + 1]`` on the CPU, and those each row emits."""
+    """Tokens ``[rows, most drafts + 1]`` on the CPU, and those each row emits."""
     width = max(counts)
-    packed = drafts.new_zeros(len(drafts), width + 2)
+    if scores.shape[1] <= width:  # the last draft is impossible or ends its row: nothing follows it
+        scores = torch.nn.functional.pad(scores, (0, 0, 0, 1))
+    limits = _sent(torch.tensor(counts), drafts.device)
+    verdict = judge(session, call, scores[:, : width + 1], drafts[:, :width], limits, probs, acceptance).cpu()
+    return verdict[:, :-1], [row[: row[-1]] for row in verdict.tolist()]
+
+
+def judge(
+    session: Session,
+    call: DecodeCall,
+    scores: Tensor,
+    drafts: Tensor,
+    counts: Tensor,
+    probs: Tensor | None,
+    acceptance: str,
+) -> Tensor:
+    """The leader's verdict on ``drafts [rows, K]``, of which row's first ``counts[row]`` count.
+
+    Args:
+        scores: ``[rows, K + 1, vocab]``. counts: int64 ``[rows]``; all on one device.
+        probs: what the drafts were drawn from, ``[rows, K or more, vocab]``, None if they were not.
+        acceptance: the rule of RULES to sample by.
+
+    Returns:
+        int64 ``[rows, K + 2]`` there: tokens, and in the last column how many of them the row emits.
+    """
+    verdict = drafts.new_zeros(len(drafts), drafts.shape[1] + 2)
     if session.is_leader:
-        if scores.shape[1] <= width:  # the last draft is impossible or ends its row: nothing follows it
-            scores = torch.nn.functional.pad(scores, (0, 0, 0, 1))
-        verdict = _apply_rule(call, scores[:, : width + 1], drafts[:, :width], counts, probs, acceptance)
-        packed[:, :-1] = verdict.tokens
-        packed[:, -1] = verdict.accepted + 1
-    packed = session.broadcast(packed).cpu()
-    return packed[:, :-1], [row[: row[-1]] for row in packed.tolist()]
-
-
-def _apply_rule(
-    call: DecodeCall, scores: Tensor, drafts: Tensor, counts: list[int], probs: Tensor | None, acceptance: str
-) -> Verdict:
-    limit = _sent(torch.tensor(counts), drafts.device)
-    if not call.do_sample:
-        return greedy(scores, drafts, limit)
-    if probs is not None:
-        probs = probs[:, : drafts.shape[1]].to(device=scores.device, dtype=scores.dtype)
-    return RULES[acceptance](scores.softmax(dim=-1), drafts, limit, probs)
+        if not call.do_sample:
+            judged = greedy(scores, drafts, counts)
+        else:
+            if probs is not None:
+                probs = probs[:, : drafts.shape[1]].to(device=scores.device, dtype=scores.dtype)
+            judged = RULES[acceptance](scores.softmax(dim=-1), drafts, counts, probs)
+        verdict[:, :-1] = judged.tokens
+        verdict[:, -1] = judged.accepted + 1
+    return session.broadcast(verdict)

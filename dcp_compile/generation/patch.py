@@ -20,6 +20,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 from ..drafting import is_dspark, prepare_draft
 from ..errors import GenerationError, UnsupportedModelError
 from . import validate
+from .ahead import decode_ahead, why_wait
 from .call import HeldStreamer, prepare
 from .drafts import CausalLMProposer, PromptLookup, Proposer
 from .dspark import DSparkProposer
@@ -134,8 +135,10 @@ class DcpGenerateMixin:
         with engine.open(len(call.prompts), call.row_length) as session:
             proposer = make_proposer()
             try:
-                schedule = _schedule(self, width, assistant_model)
-                return decode_speculative(session, call, proposer, width, acceptance or "standard", schedule)
+                arguments = session, call, proposer, width, acceptance or "standard"
+                if isinstance(proposer, DSparkProposer) and why_wait(engine, proposer.engine, call) is None:
+                    return decode_ahead(*arguments)
+                return decode_speculative(*arguments, _schedule(self, width, assistant_model))
             finally:
                 proposer.close()
 

@@ -79,8 +79,8 @@ def measure_blocks(draft: DraftEngine, max_batch_size: int, device: torch.device
     seconds, batches = [], buckets(max_batch_size)
     for batch in batches:
         anchors, table = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, 1, dtype=torch.int32)
-        counts = [draft.width] * batch
-        seconds.append(_median_seconds(lambda: draft.run_block(anchors, [0] * batch, table, counts), device))
+        lengths, counts = torch.zeros_like(anchors), torch.full_like(anchors, draft.width)
+        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), device))
     times = _of_the_leader(seconds, draft.parallel, device)
     return StepCosts({batch: {batch * draft.width: value} for batch, value in zip(batches, times)})
 

@@ -33,6 +33,7 @@ class DraftEngine:
         kv_scale: what the values of the caches are multiplied by when they are read; 1 unless they are float8.
         width: most tokens one block proposes.
         window: context tokens a block sees, the latest ones; None = all.
+        reads_lengths: the block step reads lengths on the host, to plan or to gather its context.
         gives_confidence: proposals come with the confidence head's opinion of them, for adaptive verification.
         costs: times of its blocks, measured for adaptive verification only.
         context_graphs, markov_graphs: the two functions around the block as CUDA graphs, None without graphs.
@@ -49,6 +50,7 @@ class DraftEngine:
     kv_scale: float
     width: int
     window: int | None = None
+    reads_lengths: bool = False
     gives_confidence: bool = False
     costs: StepCosts | None = None
     context_graphs: ReplayedCall | None = None
@@ -125,29 +127,30 @@ class DraftEngine:
 
     @torch.no_grad()
     def run_block(
-        self, anchors: Tensor, lengths: Sequence[int], block_table: Tensor, counts: Sequence[int]
+        self, anchors: Tensor, lengths: Tensor, block_table: Tensor, counts: Tensor, width: int
     ) -> tuple[Tensor, Tensor]:
-        """Base logits ``[B, K, V]`` and hidden states ``[B, K, H]`` of one block per request, K the largest count.
+        """Base logits ``[B, width, V]`` and hidden states ``[B, width, H]`` of one block per request.
 
-        Args:
-            anchors: ``[B]`` newest token of each request, at position ``lengths[b]``.
-            lengths: context tokens per request. counts: rows wanted per request; 0 leaves it out.
+        Args: all on the host, or all on the device, which is then not waited for unless ``reads_lengths``.
+            anchors: int64 ``[B]``, the newest token of each request, at position ``lengths[b]``.
+            lengths: int64 ``[B]``, context tokens per request.
+            counts: int64 ``[B]``, rows wanted per request, at most ``width``; 0 leaves it out.
         """
-        rows = max(counts)
-        ids = self.model.block_ids(anchors.cpu(), rows)
-        column, context = torch.arange(rows), torch.tensor(list(lengths))
-        positions = torch.where(column < torch.tensor(list(counts))[:, None], context[:, None] + column, -1)
+        device = anchors.device
+        ids = self.model.block_ids(anchors, width)
+        column = torch.arange(width, device=device)
+        positions = (lengths[:, None] + column).masked_fill(column >= counts[:, None], -1)
         # With a window the compiled block sees nothing but what follows the prefix: the window and the block itself.
-        prefix = context if self.window is None else (context - self.window).clamp_min(0)
+        prefix = lengths if self.window is None else (lengths - self.window).clamp_min(0)
         inputs = {
             "input_ids": ids.reshape(-1),
             "row_positions": positions.reshape(-1).clamp_min(0),
-            "logit_rows": torch.arange(ids.numel()),
+            "logit_rows": torch.arange(ids.numel(), device=device),
             "positions": positions,
             "block_table": block_table,
             "prefix_lengths": prefix,
-            "state_slots": torch.full((len(ids),), -1, dtype=torch.int32),
-            "accepted": torch.zeros(len(ids), dtype=torch.int32),
+            "state_slots": torch.full((len(ids),), -1, dtype=torch.int32, device=device),
+            "accepted": torch.zeros(len(ids), dtype=torch.int32, device=device),
         }
         with answering_ranks("running a draft block"):
             logits, hidden = (output.unflatten(0, positions.shape) for output in self.block(inputs))

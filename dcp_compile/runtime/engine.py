@@ -27,8 +27,9 @@ class Engine:
     Attributes:
         step: program that commits every row. verify: program that leaves its rows pending, None without speculation.
         states: KV caches and recurrent states by layer.
-        verify_steps: verify steps run so far, over all sessions.
+        verify_steps: verify steps so far, over all sessions; rounds that were dropped at the end of a call do not count.
         verify_costs: times of verify steps, measured for adaptive verification only.
+        reads_lengths: the programs read lengths on the host, to plan their attention.
         vocab_size: of the logits. tap_layers: layers whose hidden states the programs return for a draft.
     """
 
@@ -41,6 +42,7 @@ class Engine:
     device: torch.device
     pages: PagePool
     slots: SlotPool
+    reads_lengths: bool = False
     tap_layers: tuple[int, ...] = ()
     verify_steps: int = 0
     verify_costs: StepCosts | None = None

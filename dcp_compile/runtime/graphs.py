@@ -56,18 +56,29 @@ class Staging:
         self.fill({})
 
     def fill(self, inputs: Mapping[str, Tensor]) -> None:
-        """Put the inputs (host tensors, fewer requests or rows allowed) in place, padded, and send them in two copies."""
+        """Put the inputs in place, padded; fewer requests or rows are allowed, none at all as well.
+
+        Inputs of the host are sent in two copies; those of the device never come near it.
+        """
+        if inputs and inputs["positions"].is_cuda:
+            _place(inputs, self.device)
+            return
         self._sent.synchronize()  # the last copy must be done with the pinned memory
-        for name, buffer in self.host.items():
-            buffer.fill_(_NEUTRAL.get(name, 0))
-        for name, value in inputs.items():
-            if name in self.host:
-                _corner(self.host[name], self.host["positions"].shape, inputs["positions"].shape, name).copy_(
-                    value.view(inputs["positions"].shape) if name == "input_ids" else value
-                )
+        _place(inputs, self.host)
         for host, twin in self._pairs:
             twin.copy_(host, non_blocking=True)
         self._sent.record()
+
+
+def _place(inputs: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Copy inputs into the buffers of their names and fill what they leave free with what is neutral."""
+    used = inputs["positions"].shape if inputs else torch.Size((0, 0))
+    for name, buffer in buffers.items():
+        corner = _corner(buffer, buffers["positions"].shape, used, name)
+        if corner.numel() < buffer.numel():
+            buffer.fill_(_NEUTRAL.get(name, 0))
+        if inputs:
+            corner.copy_(inputs[name].view(corner.shape))
 
 
 def _corner(buffer: Tensor, full: torch.Size, used: torch.Size, name: str) -> Tensor:

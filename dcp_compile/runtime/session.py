@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,34 @@ from ..parallel.failures import answering_ranks
 from ..parallel.peers import check_answering
 
 if TYPE_CHECKING:
+    from ..lower import StepProgram
     from .engine import Engine
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a step is told of its requests besides their rows, on one device.
+
+    Attributes:
+        lengths: committed tokens, int64 ``[B]``.
+        accepted: rows of the last verify step that recurrent states have yet to take in, int32 ``[B]``.
+        block_table: int32 ``[B, columns]``. state_slots: int32 ``[B]``.
+    """
+
+    lengths: Tensor
+    accepted: Tensor
+    block_table: Tensor
+    state_slots: Tensor
 
 
 class Session:
     """The requests of one generate() call. Use as a context manager; closing returns pages and state slots.
 
+    Steps come from the host, which then knows every length (``decode``, ``verify`` and ``commit``), or, after ``go_ahead``,
+    from the device, where the host learns lengths later (``verify_ahead``, ``commit_ahead`` and ``catch_up``).
+
     Attributes:
-        lengths: committed tokens of every request.
+        lengths: committed tokens of every request, as far as the host knows.
         block_table: pages of every request, ``[B, columns]`` int32.
         taps_sink: called as ``(taps [T, taps], positions [B, S], block_table)`` with the hidden states of all committed
             rows, on an engine that returns them; positions of other rows are -1.
@@ -41,6 +62,7 @@ class Session:
         self._state_slots = torch.tensor(slots, dtype=torch.int32)
         self._accepted = [0] * batch
         self._verifying: list[int] | None = None
+        self._is_ahead = False
 
     def __enter__(self) -> Session:
         return self
@@ -130,12 +152,8 @@ class Session:
         self._check_step(counts)
         if max(counts) > rows:
             raise ValueError(f"{max(counts)} tokens of a request cannot be taken from {rows} columns")
-        column = torch.arange(rows)
-        given = column < torch.tensor(list(counts))[:, None]
-        tokens = torch.where(given, tokens.cpu(), 0)  # what is ignored need not be a token id
-        positions = torch.where(given, torch.tensor(self.lengths)[:, None] + column, -1)
+        logits = self._verify(tokens.cpu(), torch.tensor(list(counts)), self._requests())
         self.engine.verify_steps += 1
-        logits = self._run(self.engine.verify, tokens, positions, list(range(tokens.numel()))).unflatten(0, tokens.shape)
         self._accepted = [0] * len(self.lengths)
         self._verifying = list(counts)
         return logits
@@ -149,15 +167,52 @@ class Session:
         for row, (keep, count) in enumerate(zip(kept, self._verifying)):
             if not 0 <= keep <= count:
                 raise ValueError(f"request {row}: cannot keep {keep} of {count} verified rows")
-        self._hand_over_taps(kept)
+        self._hand_over_taps(self.block_table, torch.tensor(list(kept)))
         self._accepted = list(kept)
         self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
         self._verifying = None
+
+    def go_ahead(self) -> Requests:
+        """The requests on the device, for the steps that follow; from here on the host's own steps are refused.
+
+        Raises:
+            ValueError: the previous verify was not committed, or the session is closed.
+        """
+        self._check_step([0] * len(self.lengths))
+        self._is_ahead = True
+        here = self._requests()
+        return Requests(**{name: tensor.to(self.engine.device) for name, tensor in vars(here).items()})
+
+    def verify_ahead(self, tokens: Tensor, counts: Tensor, requests: Requests) -> Tensor:
+        """:meth:`verify` with all arguments on the device. Nothing waits for it, so nothing is checked.
+
+        Args:
+            tokens: int64 ``[B, S]``, S at most ``max_query_rows``. counts: int64 ``[B]``, at most what each request has
+                reserved and not yet committed.
+        """
+        return self._verify(tokens, counts, requests)
+
+    def commit_ahead(self, kept: Tensor, requests: Requests) -> Requests:
+        """:meth:`commit` of the first ``kept[b]`` rows (int64, on the device) of the last step: the requests after it."""
+        self._hand_over_taps(requests.block_table, kept)
+        return replace(requests, lengths=requests.lengths + kept, accepted=kept.to(torch.int32))
+
+    def catch_up(self, kept: Sequence[int]) -> None:
+        """Tell the host what the next of the steps on the device has committed, once that step is known to be over.
+
+        Raises:
+            RankError: a rank did not answer in it.
+        """
+        check_answering(self.engine.parallel.dcp_group)
+        self.engine.verify_steps += 1
+        self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
 
     def _check_step(self, counts: Sequence[int]) -> None:
         """Refuse ``counts[b]`` more tokens per request where they cannot be taken, before anything changes."""
         if not self._slots:
             raise ValueError("the session is closed; open another one")
+        if self._is_ahead:
+            raise ValueError("the session has gone ahead: its lengths are on the device; use verify_ahead()")
         if self._verifying is not None:
             raise ValueError("the previous verify step was not committed; call commit() first")
         if len(counts) != len(self.lengths) or min(counts) < 0:
@@ -179,22 +234,38 @@ class Session:
             if count:
                 tokens[row, width - count :] = piece
                 positions[row, width - count :] = torch.arange(self.lengths[row], self.lengths[row] + count)
-        last_columns = list(range(width - 1, batch * width, width))
-        logits = self._run(self.engine.step, tokens, positions, last_columns)
-        self._hand_over_taps()
+        last_columns = torch.arange(width - 1, batch * width, width)
+        logits = self._run(self.engine.step, tokens, positions, last_columns, self._requests())
+        self._hand_over_taps(self.block_table)
         self.lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces)]
         return logits
 
-    def _run(self, program, tokens: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
+    def _requests(self) -> Requests:
+        """The requests as the host knows them."""
+        accepted = torch.tensor(self._accepted, dtype=torch.int32)
+        return Requests(torch.tensor(self.lengths), accepted, self.block_table, self._state_slots)
+
+    def _verify(self, tokens: Tensor, counts: Tensor, requests: Requests) -> Tensor:
+        """A verify step of arguments on one device, the host's or the engine's."""
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        ignored = column >= counts[:, None]
+        tokens = tokens.masked_fill(ignored, 0)  # what is ignored need not be a token id
+        positions = (requests.lengths[:, None] + column).masked_fill(ignored, -1)
+        every_row = torch.arange(tokens.numel(), device=tokens.device)
+        return self._run(self.engine.verify, tokens, positions, every_row, requests).unflatten(0, tokens.shape)
+
+    def _run(
+        self, program: StepProgram, tokens: Tensor, positions: Tensor, logit_rows: Tensor, requests: Requests
+    ) -> Tensor:
         inputs = {
             "input_ids": tokens.reshape(-1),
             "row_positions": positions.reshape(-1).clamp_min(0),
-            "logit_rows": torch.tensor(logit_rows),
+            "logit_rows": logit_rows,
             "positions": positions,
-            "block_table": self.block_table,
-            "prefix_lengths": torch.tensor(self.lengths),
-            "state_slots": self._state_slots,
-            "accepted": torch.tensor(self._accepted, dtype=torch.int32),
+            "block_table": requests.block_table,
+            "prefix_lengths": requests.lengths,
+            "state_slots": requests.state_slots,
+            "accepted": requests.accepted,
         }
         with answering_ranks("running a step"):
             logits, *taps = program(inputs)
@@ -203,12 +274,12 @@ class Session:
         # A replayed graph writes its next logits into the same memory.
         return logits.to(torch.float32, copy=True)
 
-    def _hand_over_taps(self, kept: Sequence[int] | None = None) -> None:
+    def _hand_over_taps(self, block_table: Tensor, kept: Tensor | None = None) -> None:
         """Give the hidden states of the last step's rows, or of the first ``kept[b]`` of them, to the sink."""
         if self.taps_sink is None:
             return
         positions = self._positions
         if kept is not None:
-            column = torch.arange(positions.shape[1])
-            positions = torch.where(column < torch.tensor(list(kept))[:, None], positions, -1)
-        self.taps_sink(self._taps, positions, self.block_table)
+            column = torch.arange(positions.shape[1], device=positions.device)
+            positions = positions.masked_fill(column >= kept[:, None], -1)
+        self.taps_sink(self._taps, positions, block_table)

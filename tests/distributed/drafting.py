@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import dcp_compile
 from dcp_compile import DCPConfig
@@ -169,7 +169,7 @@ def check_window(seed: int, windows: Sequence[int | None], kind: str = "latent",
             cache.fill_(torch.nan)
         for row, states in enumerate(taps):
             compiled.ingest(states, torch.arange(len(states))[None], table[row, None])
-        base, _ = compiled.run_block(anchors, lengths, table, counts)
+        base, _ = compiled.run_block(anchors, torch.tensor(lengths), table, torch.tensor(counts), max(counts))
         for row, (length, count) in enumerate(zip(lengths, counts)):
             first = 0 if window is None else max(0, length - window)
             cache = DynamicCache(config=draft.config)
@@ -227,7 +227,29 @@ def joint_distribution(model: Any, prompt: Tensor, sampling: dict[str, Any]) -> 
     return probs
 
 
-JOBS = {"greedy": check_greedy, "window": check_window, "sampling": check_sampling}
+class LeaderStops(StoppingCriteria):
+    """Stops at a number of columns, on the leader alone; the other ranks never want to."""
+
+    def __init__(self, columns: int, is_leader: bool) -> None:
+        self._columns, self._is_leader = columns, is_leader
+
+    def __call__(self, input_ids: Tensor, scores: Any, **unused: Any) -> Tensor:
+        return torch.full((len(input_ids),), self._is_leader and input_ids.shape[1] >= self._columns)
+
+
+def check_stops(seed: int, **settings: Any) -> dict[str, int]:
+    """New columns, and wrong tokens in them, where the leader alone stops after five."""
+    wanted = reference("tiny", seed, 1)
+    with Optimised(pair("tiny", seed), **settings) as model:
+        stop = LeaderStops(len(wanted.prompts[0]) + 5, model._dcp.parallel.is_leader)
+        found = model.generate(
+            wanted.prompts[0][None], assistant_model=pair("tiny", seed).draft, max_new_tokens=STEPS, do_sample=False,
+            stopping_criteria=StoppingCriteriaList([stop]),
+        )[:, len(wanted.prompts[0]) :]  # fmt: skip
+    return {"new": found.shape[1], "wrong_tokens": int((found != wanted.tokens[:, : found.shape[1]]).sum())}
+
+
+JOBS = {"greedy": check_greedy, "window": check_window, "sampling": check_sampling, "stops": check_stops}
 
 
 def _work(jobs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
@@ -248,6 +270,8 @@ def run(jobs: Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]], timeout: fl
                 reference(arguments["name"], arguments["seed"], batch)
         elif kind == "sampling":
             pair("few", arguments["seed"])
+        elif kind == "stops":
+            reference("tiny", arguments["seed"], 1)
         else:
             _block64(arguments["seed"], arguments.get("kind", "latent"))
     results = {}

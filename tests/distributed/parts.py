@@ -87,8 +87,9 @@ def first_block(target: Any, prompts: list[Tensor]) -> Tensor:
     draft = target._dcp.draft
     with target._dcp_engine.open(len(prompts), 32) as session:
         session.taps_sink = draft.ingest
-        anchors = session.prefill(prompts).argmax(dim=-1)
-        return draft.run_block(anchors, session.lengths, session.block_table, [draft.width] * len(prompts))[0]
+        anchors = session.prefill(prompts).argmax(dim=-1).cpu()
+        lengths, counts = torch.tensor(session.lengths), torch.full_like(anchors, draft.width)
+        return draft.run_block(anchors, lengths, session.block_table, counts, draft.width)[0]
 
 
 def check_setting(setting: Setting, expected: Expected) -> list[str]:

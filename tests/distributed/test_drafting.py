@@ -35,11 +35,13 @@ JOBS = {
         window(2, 4, "flattened"),
         window(2, 2, "split", "grouped"),
         greedy("tiny", "dspark", 2, 1, "flattened", 4, [3], verify="adaptive", draft_window=5),
+        greedy("tiny", "dspark", 2, 1, "split", 4),
         greedy("tiny", "oracle", 2, 4, "split", 4, [3]),
         greedy("tiny", "dspark", 2, 1, "split", 4, [3], backend="flashinfer", draft_backend="flashinfer"),
         greedy("tiny", "adversary", 2, BLOCK, "flattened", 7, [3]),
         sampling("standard", temperature=0.8, top_k=6),
         sampling("block", temperature=1.2, top_p=0.9),
+        ("stops", {"dcp_size": 2, "num_speculative_tokens": 4}),
     ],
     4: [
         window(4, 1, "split"),
@@ -61,5 +63,7 @@ def test_drafts_on_several_ranks() -> None:
                 assert max(ranks) < 1e-9, arguments
             elif kind == "sampling":  # the ranks have different random numbers
                 assert all(rank == ranks[0] for rank in ranks) and ranks[0]["p"] > 1e-3, (arguments, ranks)
+            elif kind == "stops":
+                assert all(rank == {"new": 5, "wrong_tokens": 0} for rank in ranks), ranks
             else:
                 assert all(rank == ranks[0] and not failed(arguments, rank) for rank in ranks), (arguments, ranks)

@@ -3,41 +3,11 @@
 
 from __future__ import annotations
 
-import string
-
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
 from dcp_compile.errors import GenerationError
 from tests.generation.helpers import Scripted, sometimes_wrong
-from tests.tiny_models import VOCAB
-
-SYLLABLES = [a + b for a in "bdgklmnr" for b in "aeiou"]
-SPACE = "\u2581"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """Letters, syllables and syllables after a space; every token of the models has a text."""
-    vocab = [
-        "<pad>",
-        "<s>",
-        "</s>",
-        "<unk>",
-        SPACE,
-        *string.ascii_lowercase,
-        *SYLLABLES,
-        *(SPACE + s for s in SYLLABLES),
-    ]
-    vocab += [f"<{i}>" for i in range(VOCAB - len(vocab))]
-    merges = [tuple(s) for s in SYLLABLES] + [(SPACE, s) for s in SYLLABLES]
-    ids = {token: i for i, token in enumerate(vocab)}
-    backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    backend.decoder = decoders.Metaspace(prepend_scheme="never")
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
 
 
 def ids_of(tokenizer, texts):

@@ -65,7 +65,8 @@ def test_blocks_equal_the_reference_after_prefill_and_rejection(plain, draft, op
         for kept in ([3, 1, 5], [1, 0, 2], [2, 4, 1]):
             counts = [4, 2, 3]
             anchors = torch.randint(0, vocab - 1, (3,), generator=generator)
-            base, _ = engine.run_block(anchors, session.lengths, session.block_table, counts)
+            lengths = torch.tensor(session.lengths)
+            base, _ = engine.run_block(anchors, lengths, session.block_table, torch.tensor(counts), 4)
             for row, count in enumerate(counts):
                 want = reference_block(plain, draft, rows[row], int(anchors[row]), count)
                 torch.testing.assert_close(base[row, :count], want, atol=5e-4, rtol=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcp_compile
-from dcp_compile.runtime.graphs import GraphRunner, ReplayedCall, buckets, smallest_bucket
+from dcp_compile.runtime.graphs import GraphRunner, ReplayedCall, _place, buckets, smallest_bucket
 from dcp_compile.runtime.planning import Unplanned
 from tests.runtime.reference import calm_kimi_k3
 from tests.runtime.test_draft import draft_for
@@ -30,6 +30,28 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(batch, rows, place):
     places = [(batch, rows) for batch in (3, 1) for rows in (5, 2, 1)]
     assert smallest_bucket(places, batch, rows) == place
     assert smallest_bucket(places[::-1], batch, rows) == place
+
+
+def test_what_inputs_leave_free_of_their_buffers_becomes_neutral():
+    buffers = {
+        "input_ids": torch.full((6,), 9), "positions": torch.full((2, 3), 9), "prefix_lengths": torch.full((2,), 9),
+        "block_table": torch.full((2, 4), 9), "state_slots": torch.full((2,), 9), "accepted": torch.full((2,), 9),
+    }  # fmt: skip
+    inputs = {
+        "input_ids": torch.tensor([5, 6]), "positions": torch.tensor([[3, 4]]), "prefix_lengths": torch.tensor([3]),
+        "block_table": torch.tensor([[7, 8, 0, 0]]), "state_slots": torch.tensor([1]), "accepted": torch.tensor([2]),
+        "row_positions": torch.tensor([3, 4]),
+    }  # fmt: skip
+    _place(inputs, buffers)
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
+        "input_ids": [5, 6, 0, 0, 0, 0], "positions": [[3, 4, -1], [-1, -1, -1]], "prefix_lengths": [3, 0],
+        "block_table": [[7, 8, 0, 0], [0, 0, 0, 0]], "state_slots": [1, -1], "accepted": [2, 0],
+    }  # fmt: skip
+    full = {name: torch.arange(buffer.numel()).view(buffer.shape) for name, buffer in buffers.items()}
+    _place(full, buffers)
+    assert all(torch.equal(buffers[name], value) for name, value in full.items())
+    _place({}, buffers)
+    assert all((buffer == (-1 if name in ("positions", "state_slots") else 0)).all() for name, buffer in buffers.items())
 
 
 class RecordedRunner(GraphRunner):

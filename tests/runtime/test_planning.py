@@ -46,6 +46,7 @@ def test_tokens_and_logits_are_transformers(fresh_seed: int, flashinfer) -> None
     _, single, _ = flashinfer.made  # of the trial, of single steps and of verify steps
     single.plans.clear()
     assert decode_greedily(counted, expected).good
+    assert engine.reads_lengths and not captured("deepseek_v3").engine(backend="torch").reads_lengths
     # One plan for each chunk of the prompts, which have other rows, then one every four tokens.
     assert len(steps) == 13 and len(single.plans) == 5
     assert [plan["lengths"] for plan in single.plans[2:]] == [[1, 8, 9, 30], [5, 12, 13, 34], [9, 16, 17, 38]]

@@ -49,4 +49,5 @@ def test_tokens_are_those_without_a_draft(settings: dict, fresh_seed: int) -> No
     assert torch.equal(optimised.generate(assistant_model=draft, **options), plain.generate(**options))
     text = dcp_compile.explain(optimised)
     assert "run as it is, with all keys and values of its 2 layers on every rank" in text
+    assert "rounds of draft and verify: each waits for the host" in text
     dcp_compile.unoptimize(optimised)
