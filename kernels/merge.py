@@ -82,13 +82,6 @@ def _merge(
         tl.store(lse + item, log)
 
 
-def block_sizes(items: int, latent: int, parts: int) -> tuple[int, int]:
-    """Columns of a program, and parts it reads at once, for ``items`` rows x heads."""
-    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
-    columns = min(64 if items <= 512 else 512, triton.next_power_of_2(latent))
-    return columns, min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
-
-
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge ``outs [N, T, H, R]``, ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
 
@@ -97,7 +90,9 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:
         return
-    columns, chunk = block_sizes(rows * heads, latent, parts)
+    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
+    columns = min(64 if rows * heads <= 512 else 512, triton.next_power_of_2(latent))
+    chunk = min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
     _merge[(rows * heads, triton.cdiv(latent, columns))](
         outs,
         lses,

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .merge import block_sizes, merged
+from .merge import merged
+
+_CHUNK = 16  # parts read at once: one long request among short ones has nearly all of them, and few rows
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _merge_pieces(
 ):
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
-    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
+    column = tl.arange(0, BLOCK_LATENT)
     request = row // ROWS
     count = tl.load(parts + 2 * request + 1)
     if count > 1:  # a single piece is the result already
@@ -37,8 +39,7 @@ def _merge_pieces(
             LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
         )  # fmt: skip
         tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
-        if tl.program_id(1) == 0:
-            tl.store(lse + item, log)
+        tl.store(lse + item, log)
 
 
 def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -47,8 +48,7 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
     ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    columns, chunk = block_sizes(rows * heads, latent, len(outs))
-    _merge_pieces[(rows * heads, triton.cdiv(latent, columns))](
+    _merge_pieces[(rows * heads,)](
         outs,
         lses,
         out,
@@ -58,7 +58,7 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
         ROWS=outs.shape[1],
         LATENT=latent,
         BLOCK_PARTS=triton.next_power_of_2(len(outs)),
-        BLOCK_LATENT=columns,
-        CHUNK=chunk,
-        num_warps=2 if columns <= 64 else 4,
+        BLOCK_LATENT=triton.next_power_of_2(latent),
+        CHUNK=_CHUNK,
+        num_warps=8,
     )

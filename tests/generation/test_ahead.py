@@ -363,7 +363,7 @@ def test_launching_rounds_does_not_wait_for_the_device(monkeypatch, cuda_graphs)
     plain.generation_config.eos_token_id = None
     draft = draft_for(plain, (0, 1), 1).cuda()
     settings = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 4}
-    config = dcp_compile.DCPConfig(cuda_graphs=cuda_graphs, **settings)
+    config = dcp_compile.DCPConfig(cuda_graphs=cuda_graphs, lowering="eager", **settings)
     model = calm_kimi_k3(3, seed=1).cuda()
     model.generation_config.eos_token_id = None
     model = dcp_compile.optimize(model, config=config, draft=draft)
