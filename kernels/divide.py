@@ -45,9 +45,11 @@ def _cost(blocks, chunk, most, TILES: gl.constexpr, WIDTH: gl.constexpr):
     long = chunk + _START
     large = TILES * gl.sum(whole, 0)
     waves = (large + WIDTH - 1) // WIDTH
-    room = (waves * WIDTH - large) * (long // gl.maximum(gl.max(small, 0), 1))
+    largest = gl.max(small, 0)
+    room = (waves * WIDTH - large) * (long // gl.maximum(largest, 1))
     rest = gl.sum(small, 0)
-    spread = (large * long + TILES * rest) // WIDTH + rest // gl.maximum(pieces, 1)
+    last = (largest + rest // gl.maximum(pieces, 1)) // 2  # what some program does while the others have ended
+    spread = (large * long + TILES * rest) // WIDTH + last
     time = gl.where(TILES * pieces <= room, waves * long, spread)
     # Pieces of several sizes read keys less in step with one another.
     return time + gl.where(pieces > 0, time // 32, 0) + gl.where(chunk < most, _MERGE, 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .merge import merged
 
-_CHUNK = 16  # parts read at once: one long request among short ones has nearly all of them, and few rows
+_FEW = 1024  # rows x heads that fill the device in narrow column blocks only, if one request has nearly all parts
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _merge_pieces(
 ):
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
-    column = tl.arange(0, BLOCK_LATENT)
+    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     request = row // ROWS
     count = tl.load(parts + 2 * request + 1)
     if count > 1:  # a single piece is the result already
@@ -39,7 +39,8 @@ def _merge_pieces(
             LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
         )  # fmt: skip
         tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
-        tl.store(lse + item, log)
+        if tl.program_id(1) == 0:
+            tl.store(lse + item, log)
 
 
 def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -48,7 +49,8 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
     ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    _merge_pieces[(rows * heads,)](
+    columns = min(64 if rows * heads <= _FEW else 512, triton.next_power_of_2(latent))
+    _merge_pieces[(rows * heads, triton.cdiv(latent, columns))](
         outs,
         lses,
         out,
@@ -58,7 +60,7 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
         ROWS=outs.shape[1],
         LATENT=latent,
         BLOCK_PARTS=triton.next_power_of_2(len(outs)),
-        BLOCK_LATENT=triton.next_power_of_2(latent),
-        CHUNK=_CHUNK,
-        num_warps=8,
+        BLOCK_LATENT=columns,
+        CHUNK=2048 // columns,
+        num_warps=2 if columns <= 64 else 4,
     )
