@@ -37,7 +37,6 @@ SHARDED = [
 ]
 # Every rank of a DCP group makes all of the group's queries.
 QUERIES_REPLICATED = [
-    Setting("mini", 2, 2, 1, "flattened", 64, replicated=True),
     Setting("kimi_k3", 4, 2, 4, "split", 16, layers=2, expert_parallel=True, loaded=True, replicated=True),
 ]
 # Rounds of verify and decode with ragged counts and rejected suffixes.

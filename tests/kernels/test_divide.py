@@ -40,7 +40,7 @@ def divided(lengths: list[int], tiles: int, width: int, rows: int = 1) -> tuple[
     return [[int(value) for value in piece] for piece in pieces], parts.tolist()
 
 
-@pytest.mark.seeds(30)
+@pytest.mark.seeds(10)
 def test_every_key_belongs_to_one_program(draw: random.Random) -> None:
     batch, tiles, width = draw.randint(1, 40), draw.randint(1, 20), draw.choice([5, 64, 132])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randint(0, 3000), draw.randint(0, 200000)]) for _ in range(batch)]
@@ -69,7 +69,7 @@ def makespan(pieces: list[list[int]], tiles: int, width: int, start: int = 4) ->
     return max(free)
 
 
-@pytest.mark.seeds(25)
+@pytest.mark.seeds(8)
 def test_the_device_is_kept_busy(draw: random.Random) -> None:
     """Even batches and ones with a long request take at most half more than their share of the work."""
     tiles, width, batch = draw.choice([1, 2, 5, 12]), 132, draw.randint(1, 20)
