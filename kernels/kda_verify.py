@@ -69,7 +69,8 @@ def _prepare(
     the second makes the factors.
 
     ``vectors [B, H, 2 + RECORDS + 2 ROWS, K]``: the decay of the committed state, the weights of the records, the decayed
-    keys and queries, and a row for the second launch. ``factors [B, H, 2, ROWS, ROWS]``: L and M, transposed. Padded rows are zero.
+    keys and queries, and a row for the second launch. ``factors [B, H, 2, ROWS, ROWS]``: L and M, transposed. Padded
+    rows are zero.
     """
     head = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)
@@ -190,26 +191,27 @@ def _kda_verify(
     kept = tl.where(held, tl.minimum(tl.load(accepted + request * accepted_stride), RECORDS), 0)
     state += slot * state_stride_n + head * state_stride_h + j[:, None] * state_stride_v
     place = request * heads + head
-    vectors += place * (2 + RECORDS + 2 * ROWS) * K
+    VECTORS: tl.constexpr = 1 + RECORDS + 2 * ROWS
+    vectors += place * (VECTORS + 1) * K
     u_records = pending_u + slot * pu_stride_n + head * pu_stride_h + j * pu_stride_v
 
     nothing = tl.zeros([BLOCK_V], tl.float32)
     vector = tl.arange(0, BLOCK_T)
     sectors = vectors + vector * K
-    touched = tl.load(sectors, mask=vector < 1 + RECORDS + 2 * ROWS, other=0.0)
+    touched = tl.load(sectors, mask=vector < VECTORS, other=0.0)
     from_state, to_out, u_old = (), (), ()
     for _ in tl.static_range(ROWS):
         from_state += (nothing,)
         to_out += (nothing,)
     for m in tl.static_range(RECORDS):
         u_old += (tl.load(u_records + m * pu_stride_m, mask=in_v & (m < kept), other=0.0),)
+    inside = in_v[:, None] & held
     first_tile = tl.arange(0, BLOCK_K)[None, :]
-    ahead = tl.load(state + first_tile * state_stride_k, mask=in_v[:, None] & (first_tile < K) & held, other=0.0)
+    ahead = tl.load(state + first_tile * state_stride_k, mask=inside & (first_tile < K), other=0.0)
     for first in range(0, K, BLOCK_K):
         i = first + tl.arange(0, BLOCK_K)
         in_k = i < K
-        inside = in_v[:, None] & held
-        more = (vector < 1 + RECORDS + 2 * ROWS) & (first + BLOCK_K < K)
+        more = (vector < VECTORS) & (first + BLOCK_K < K)
         touched += tl.load(sectors + first + BLOCK_K, mask=more, other=0.0)
         s = ahead * tl.load(vectors + i, mask=in_k, other=0.0)[None, :]
         following = (i + BLOCK_K)[None, :]  # is under way while this tile is worked on
@@ -226,7 +228,7 @@ def _kda_verify(
             to_out += (before[row] + tl.sum(s * tl.load(rows + (ROWS + row) * K, mask=in_k, other=0.0)[None, :], 1),)
         tl.store(state + i[None, :] * state_stride_k, s, mask=inside & in_k[None, :] & (kept > 0))
 
-    tl.store(vectors + (1 + RECORDS + 2 * ROWS) * K + vector, touched, mask=vector < K)
+    tl.store(vectors + VECTORS * K + vector, touched, mask=vector < K)
 
     v += request * v_stride_b + head * v_stride_h + j * v_stride_v
     beta += request * beta_stride_b + head * beta_stride_h
@@ -250,7 +252,7 @@ def _kda_verify(
         tl.store(out + row * heads * V, outputs[row].to(out.dtype.element_ty), mask=in_v)
         tl.store(u_records + row * pu_stride_m, corrections[row], mask=in_v & held)
     for row in tl.static_range(ROWS, RECORDS):  # a narrower step leaves neutral records behind
-        tl.store(u_records + row * pu_stride_m, tl.zeros([BLOCK_V], tl.float32), mask=in_v & held)
+        tl.store(u_records + row * pu_stride_m, nothing, mask=in_v & held)
 
 
 def kda_verify(

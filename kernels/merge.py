@@ -8,22 +8,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_FEW = 512  # rows x heads
+
 
 @triton.jit
-def merged(
+def merge_item(
     outs,
     lses,
+    out,
+    lse,
+    item,
     parts,
     out_stride_n,
     lse_stride_n,
     out_stride_r,
-    column,
     LATENT: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Columns of the merged output of one row and head, and its LSE, from the first ``parts`` of what is pointed at."""
+    """Merge the first ``parts`` of what ``outs`` and ``lses`` point at, of one row and head, into line ``item`` of the result.
+    Programs of axis 1 share its columns."""
+    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     part = tl.arange(0, BLOCK_PARTS)
     logs = tl.load(lses + part.to(tl.int64) * lse_stride_n, mask=part < parts, other=float("-inf"))
     logs = tl.where((logs == logs) & (logs < float("inf")), logs, float("-inf"))
@@ -31,7 +37,7 @@ def merged(
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(logs - shift), 0)
 
-    result = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
+    weighted = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
     for first in range(0, parts, CHUNK):
         n = first + tl.arange(0, CHUNK)
         log = tl.load(lses + n.to(tl.int64) * lse_stride_n, mask=n < parts, other=float("-inf"))
@@ -43,9 +49,12 @@ def merged(
             mask=(weight > 0)[:, None] & (column < LATENT)[None, :],
             other=0.0,
         )
-        result += value.to(tl.float32) * weight[:, None]
+        weighted += value.to(tl.float32) * weight[:, None]
     some = tl.where(total > 0, total, 1.0)
-    return tl.sum(result, 0) / some, tl.where(total > 0, shift + tl.log(some), float("-inf"))
+    result = tl.sum(weighted, 0) / some
+    tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
+    if tl.program_id(1) == 0:
+        tl.store(lse + item, tl.where(total > 0, shift + tl.log(some), float("-inf")))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -71,15 +80,21 @@ def _merge(
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
     head = item % heads
-    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     lses += row * lse_stride_t + head * lse_stride_h
     outs += row * out_stride_t + head * out_stride_h
-    result, log = merged(
-        outs, lses, parts, out_stride_n, lse_stride_n, out_stride_r, column, LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK
-    )
-    tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
-    if tl.program_id(1) == 0:
-        tl.store(lse + item, log)
+    merge_item(
+        outs, lses, out, lse, item, parts, out_stride_n, lse_stride_n, out_stride_r,
+        LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
+    )  # fmt: skip
+
+
+def merge_options(items: int, few: int, latent: int, parts: int) -> dict[str, int]:
+    """Block sizes to launch with for ``items`` rows x heads, which are ``few`` or more than that, of up to ``parts``."""
+    # Few: narrow column blocks fill the device. Many: whole rows, for longer bursts.
+    columns = min(64 if items <= few else 512, triton.next_power_of_2(latent))
+    most = triton.next_power_of_2(max(parts, 1))
+    chunk = min(most, max(2048 // columns, 1))
+    return dict(BLOCK_PARTS=most, BLOCK_LATENT=columns, CHUNK=chunk, num_warps=2 if columns <= 64 else 4)
 
 
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -90,10 +105,8 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:
         return
-    # Few rows: narrow column blocks fill the device. Many: whole rows, for longer bursts.
-    columns = min(64 if rows * heads <= 512 else 512, triton.next_power_of_2(latent))
-    chunk = min(triton.next_power_of_2(max(parts, 1)), max(2048 // columns, 1))
-    _merge[(rows * heads, triton.cdiv(latent, columns))](
+    options = merge_options(rows * heads, _FEW, latent, parts)
+    _merge[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,
         out,
@@ -103,10 +116,7 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         *outs.stride(),
         *lses.stride(),
         LATENT=latent,
-        BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)),
-        BLOCK_LATENT=columns,
-        CHUNK=chunk,
-        num_warps=2 if columns <= 64 else 4,
+        **options,
     )
 
 

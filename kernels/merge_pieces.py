@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .merge import merged
+from .merge import merge_item, merge_options
 
-_FEW = 1024  # rows x heads that fill the device in narrow column blocks only, if one request has nearly all parts
+_FEW = 1024  # rows x heads; more than for equal parts, as one request may have nearly all of them
 
 
 @triton.jit
@@ -28,19 +28,15 @@ def _merge_pieces(
 ):
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
-    column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
     request = row // ROWS
     count = tl.load(parts + 2 * request + 1)
     if count > 1:  # a single piece is the result already
         stride = tl.cast(ROWS * heads, tl.int64)
         line = tl.load(parts + 2 * request) * stride + item - request * stride
-        result, log = merged(
-            outs + line * LATENT, lses + line, count, stride * LATENT, stride, 1, column,
+        merge_item(
+            outs + line * LATENT, lses + line, out, lse, item, count, stride * LATENT, stride, 1,
             LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
         )  # fmt: skip
-        tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
-        if tl.program_id(1) == 0:
-            tl.store(lse + item, log)
 
 
 def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -49,8 +45,8 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
     ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    columns = min(64 if rows * heads <= _FEW else 512, triton.next_power_of_2(latent))
-    _merge_pieces[(rows * heads, triton.cdiv(latent, columns))](
+    options = merge_options(rows * heads, _FEW, latent, len(outs))
+    _merge_pieces[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,
         out,
@@ -59,8 +55,5 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
         heads,
         ROWS=outs.shape[1],
         LATENT=latent,
-        BLOCK_PARTS=triton.next_power_of_2(len(outs)),
-        BLOCK_LATENT=columns,
-        CHUNK=2048 // columns,
-        num_warps=2 if columns <= 64 else 4,
+        **options,
     )

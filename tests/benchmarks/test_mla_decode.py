@@ -24,7 +24,7 @@ def test_a_result_at_all_thresholds_misses_none() -> None:
     ({"flashinfer_us": 330.0}, "1.03 x the time of FlashInfer's compact call, at most 1.02"),
     ({"flashinfer_rows_us": 470.0}, "1.38 times as fast as flattened rows, at least 1.4"),
     ({"context": 4096, "rows": 1, "best_us": 13.1}, "13.1 us, at most 13.0"),
-    ({"one_request": "longest", "one_request_us": 309.0}, "340.0 us, at most 1.1 x 309.0 us of one request (longest)"),
+    ({"longest_alone_us": 309.0}, "340.0 us, at most 1.1 x 309.0 us of the longest request alone"),
 ])  # fmt: skip
 def test_each_threshold_is_named_when_it_is_missed(change: dict, text: str) -> None:
     assert list(missed({**GOOD, **change})) == [text]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from simulated_gluon import Pointer, load_simulated
 
 from dcp_compile.kernels.divide import candidates
@@ -29,7 +30,7 @@ def divided(lengths: list[int], tiles: int, width: int, rows: int = 1) -> tuple[
     batch = len(lengths)
     counts, even = candidates(batch, tiles, 1 << 20, width)
     parts = torch.full((batch, 2), -7, dtype=torch.int32)
-    power = lambda size: 1 << (size - 1).bit_length()  # noqa: E731
+    power = triton.next_power_of_2
     pieces = [
         divide.own_piece(
             Pointer(bounds), batch, program, Pointer(parts), program == 0,

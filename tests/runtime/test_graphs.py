@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import dcp_compile
 from dcp_compile.runtime.graphs import GraphRunner, ReplayedCall, _place, buckets, smallest_bucket
 from dcp_compile.runtime.planning import Unplanned
-from tests.runtime.reference import calm_kimi_k3
+from tests.generation.helpers import fresh_seeds
+from tests.runtime.reference import calm_kimi_k3, decode_by_transformers, outcome
 from tests.runtime.test_draft import draft_for
 from tests.tiny_models import tiny_kimi_k3
 
@@ -83,19 +85,25 @@ def test_a_runner_has_one_graph_per_batch_and_width_and_cuts_its_padding():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
 def test_replays_equal_transformers_and_survive_reused_memory():
-    plain = calm_kimi_k3().cuda()
+    """Tokens and logits are those of transformers on the CPU: on a GPU its chunked delta rule rounds to tf32."""
+    plain = calm_kimi_k3()
+    plain.generation_config.eos_token_id = None
+    steps = 12
+    reference = decode_by_transformers(plain, [9, 9, 9], steps, seed=fresh_seeds("graphs", 1)[0])
     draft = draft_for(plain).cuda()
-    model = dcp_compile.optimize(calm_kimi_k3().cuda(), config=dcp_compile.DCPConfig(**SETTINGS), draft=draft)
+    model = dcp_compile.optimize(copy.deepcopy(plain).cuda(), config=dcp_compile.DCPConfig(**SETTINGS), draft=draft)
     states = model._dcp_engine.states
     assert all(not tensor.any() for tensor in states.values()), "warm-up and capture must leave no trace"
     for batch in (1, 2, 3):
-        ids = torch.randint(3, 100, (batch, 9), device="cuda")
-        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        wanted = plain.generate(ids, **options)
+        ids = torch.stack(reference.prompts[:batch]).cuda()
+        options = {"max_new_tokens": steps, "do_sample": False, "pad_token_id": 0}
+        options |= {"return_dict_in_generate": True, "output_logits": True}
         junk = [torch.full((1 << 16,), 1 << 40, device="cuda") for _ in range(64)]
-        assert torch.equal(model.generate(ids, **options), wanted)
-        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), wanted)
-        assert torch.equal(model.generate(ids, assistant_model=draft, **options), wanted)
+        for speculation in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+            found = model.generate(ids, **options, **speculation)
+            logits = torch.stack(found.logits, dim=1).cpu()
+            result = outcome(found.sequences[:, -steps:].cpu(), logits, reference.rows(range(batch)))
+            assert result.good, (batch, speculation.keys(), result)
         del junk
 
 
