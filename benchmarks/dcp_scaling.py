@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How do attention, its exchange and a whole decode step scale over the GPUs of one host?
 
-Kimi-K3 shapes, bf16, on every power of two of the GPUs found. Four parts, each in processes of its own:
+Kimi-K3 shapes, bf16, on every power of two of the GPUs found. Its parts run in processes of their own:
 
 * exchange: gathering the query heads and merging the partials of one MLA layer, by NCCL and through peer memory, with heads
   sharded over the ranks and with all heads on every rank;
 * attention: the partial attention of one rank against the cost model (bytes and FLOPs, fitted on one GPU);
 * step: a decode and a verify step of four layers with replicated weights, and what the caches hold per rank;
-* tokens: what the mini pair generates in float32 against transformers on one GPU, with and without the draft;
-* lost: what the others do, and after how long, when the last rank is killed while it replays graphs.
+* tokens: what the mini pair generates in float32 against transformers on the CPU, with and without the draft;
+* lost-peers, lost-collectives: what the others do, and after how long, when the last rank is killed while it replays graphs
+  that exchange through peer memory or by NCCL.
 
-``python -m benchmarks.dcp_scaling [--gpus 1 2] [--parts exchange attention step tokens lost] [--check] [--out DIR]``.
+``python -m benchmarks.dcp_scaling [--gpus 1 2] [--parts PART ...] [--check] [--out DIR]``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.measure import RESULTS, graph_time, roofline, save
 
 HEADS, LATENT, ROPE = 96, 512, 64
 CONTEXTS = (131072, 524288, 1048576)
-PARTS = ("exchange", "attention", "step", "tokens", "lost")
+PARTS = ("exchange", "attention", "step", "tokens", "lost-peers", "lost-collectives")
 LIMIT_S, LOST_S = 300, 10.0
 EXPOSED_US = {2: 12.0, 4: 15.0, 8: 15.0}
 """Longest exchange of one MLA layer through peer memory, up to 8 rows."""
@@ -107,12 +108,12 @@ def step(size: int) -> list[dict]:
 
     torch.manual_seed(0)  # every rank holds the same weights
     model = build()
-    config = dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=CONTEXTS[0] + 64, num_speculative_tokens=ROWS - 1)
+    config = dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=CONTEXTS[-1] + 64, num_speculative_tokens=ROWS - 1)
     dcp_compile.optimize(model, dcp_size=size, config=config)
     caches = sum(tensor.nbytes for ref, tensor in model._dcp_engine.states.items() if ref.kind == "kv_cache")
     found = []
-    for rows in (1, ROWS):
-        row, _ = measure(model._dcp_engine, CONTEXTS[0], rows)
+    for context, rows in itertools.product(CONTEXTS, (1, ROWS)):
+        row, _ = measure(model._dcp_engine, context, rows)
         found.append(row | {"kv_cache_bytes": caches, "tokens": config.max_seq_len})
     return found
 
@@ -125,11 +126,12 @@ def tokens(size: int) -> list[dict]:
 
     torch.backends.cuda.enable_cudnn_sdp(False)
     target = mini_path()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     draft = AutoModel.from_pretrained(Path(__file__).parents[1] / "models/mini/draft", dtype=torch.float32).cuda().eval()
-    ids = AutoTokenizer.from_pretrained(target)("def read_lines(path):\n", return_tensors="pt").input_ids.cuda()
+    ids = AutoTokenizer.from_pretrained(target)("def read_lines(path):\n", return_tensors="pt").input_ids
     options = {"max_new_tokens": 48, "do_sample": False}
-    wanted = model.generate(ids, **options)
+    wanted, ids = model.generate(ids, **options).cuda(), ids.cuda()
+    model.cuda()
     found = []
     for how in ("peers", "collectives") if size > 1 else ("auto",):
         config = dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=128, exchange=how, lowering="eager")
@@ -140,7 +142,7 @@ def tokens(size: int) -> list[dict]:
     return found
 
 
-def lost(size: int) -> list[dict]:
+def lost(size: int, path: str) -> list[dict]:
     from transformers import AutoModelForCausalLM
 
     import dcp_compile
@@ -149,7 +151,7 @@ def lost(size: int) -> list[dict]:
     model = AutoModelForCausalLM.from_pretrained(mini_path(), dtype=torch.bfloat16).cuda().eval()
     model.generation_config.eos_token_id = None
     config = dcp_compile.DCPConfig(
-        max_batch_size=1, max_seq_len=8192, lowering="eager", timeout=LOST_S, num_speculative_tokens=0, exchange="peers"
+        max_batch_size=1, max_seq_len=8192, lowering="eager", timeout=LOST_S, num_speculative_tokens=0, exchange=path
     )
     dcp_compile.optimize(model, dcp_size=size, config=config)
     ids = torch.tensor([[5, 6, 7]], device="cuda")
@@ -162,7 +164,7 @@ def lost(size: int) -> list[dict]:
         error = "none"
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"[:100]
-    return [{"error": error, "seconds": round(time.monotonic() - started - 1.0, 1), "limit_s": LOST_S}]
+    return [{"exchange": path, "error": error, "seconds": round(time.monotonic() - started - 1.0, 1), "limit_s": LOST_S}]
 
 
 def work(part: str, folder: Path) -> None:
@@ -170,10 +172,11 @@ def work(part: str, folder: Path) -> None:
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    name, _, path = part.partition("-")
     jobs = {"exchange": exchange, "attention": attention, "step": step, "tokens": tokens, "lost": lost}
-    rows = jobs[part](size)
+    rows = jobs[name](size, *filter(None, [path]))
     (folder / f"{rank}.json").write_text(json.dumps(rows))
-    if part != "lost":
+    if name != "lost":
         dist.barrier()
     os._exit(0)  # graphs that hold collectives need not be taken apart
 
@@ -189,7 +192,7 @@ def run(part: str, size: int) -> list[dict]:
         # Not torchrun: it would end the ranks that a lost one leaves behind.
         ranks = [subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}) for rank in range(size)]
         try:
-            for process in ranks[: size - 1] if part == "lost" else ranks:
+            for process in ranks[: size - 1] if part.startswith("lost") else ranks:
                 if process.wait(timeout=LIMIT_S):
                     raise subprocess.CalledProcessError(process.returncode, command)
         finally:
@@ -207,19 +210,18 @@ def misses(found: dict[str, list[dict]]) -> list[str]:
         limit = EXPOSED_US.get(row["gpus"])
         if limit and row["rows"] <= (64 if row["gpus"] == 2 else 8) and row["peers_us"] > limit:
             missed.append(f"exchange on {row['gpus']} GPUs, {row['rows']} rows, {row['heads']}: {row['peers_us']} us, limit {limit}")
-    for row in found.get("lost", []):
+    for row in found.get("lost-peers", []) + found.get("lost-collectives", []):
         if not row["error"].startswith("RankError") or row["seconds"] > 2 * row["limit_s"]:
             missed.append(f"a lost rank: {row}")
     for row in found.get("tokens", []):
         if not (row["same_tokens"] and row["same_tokens_with_draft"]):
             missed.append(f"tokens differ: {row}")
-    whole = {row["rows"]: row for row in found.get("step", []) if row["gpus"] == 1}
-    for row in found.get("step", []):
-        if row["rows"] in whole:
-            held = whole[row["rows"]]["kv_cache_bytes"] / row["kv_cache_bytes"]
-            wanted = row["gpus"] * (0.975 if row["gpus"] == 2 else 0.97)
-            if row["gpus"] > 1 and held < wanted:
-                missed.append(f"capacity on {row['gpus']} GPUs {held:.2f}x, wanted {wanted:.2f}x")
+    caches = {row["gpus"]: row["kv_cache_bytes"] for row in found.get("step", [])}
+    for gpus, nbytes in caches.items():
+        if gpus > 1 and 1 in caches:
+            held, wanted = caches[1] / nbytes, gpus * (0.975 if gpus == 2 else 0.97)
+            if held < wanted:
+                missed.append(f"capacity on {gpus} GPUs {held:.2f}x, wanted {wanted:.2f}x")
     alone = {(r["context"], r["rows"], r["heads"]): r for r in found.get("attention", []) if r["gpus"] == 1}
     for row in found.get("attention", []):
         place = row["context"], row["rows"]
@@ -252,7 +254,7 @@ def main() -> int:
     failed = []
     for part in arguments.parts:
         for size in sizes:
-            if size == 1 and part in ("exchange", "lost"):
+            if size == 1 and part.startswith(("exchange", "lost")):
                 continue
             try:
                 rows = run(part, size)

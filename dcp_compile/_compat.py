@@ -7,9 +7,10 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import ModuleType
 
 import torch
@@ -52,6 +53,7 @@ __all__ = [
     "Fakes",
     "Implementations",
     "LinearAttentionCacheLayerMixin",
+    "abort_collectives",
     "attention_masks",
     "cache_argument",
     "compile_graph",
@@ -69,6 +71,7 @@ __all__ = [
     "recurrence_functions",
     "recurrent_state",
     "same_storage",
+    "set_collective_timeout",
     "set_implementations",
     "size_for_one_row",
     "symbols",
@@ -172,6 +175,24 @@ def peer_memory(size: int, device: torch.device, group: ProcessGroup) -> list[in
 
 
 _PEER_MEMORY: list[tuple[torch.Tensor, object]] = []  # mapped by other ranks: it must outlive every engine
+
+
+def set_collective_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """After how long NCCL's own watchdog ends the process; no public call sets it for the GPU alone (2.11 - 2.13)."""
+    backend = group._get_backend(torch.device("cuda"))
+    if hasattr(backend, "_set_default_timeout"):
+        backend._set_default_timeout(timeout)
+
+
+def abort_collectives(groups: Sequence[ProcessGroup]) -> None:
+    """End what NCCL is running for ``groups``, in replayed graphs too; they cannot be used afterwards (2.11 - 2.13)."""
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]
+    backends = [backend for backend in backends if hasattr(backend, "_group_start")]
+    if backends:
+        backends[0]._group_start()  # one after the other they would wait for one another's kernels
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
 
 
 class _BiasApart(TorchFunctionMode):

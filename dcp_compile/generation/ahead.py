@@ -68,7 +68,8 @@ def decode_ahead(
         wanted = [columns.runs(row) and columns.room(row) > (running is not None) for row in rows]
         following = rounds.launch(wanted) if any(wanted) else None
         if running is not None:
-            tokens, emitted = running.wait()
+            session.wait(running.arrived)
+            tokens, emitted = running.verdict[:, :-1], running.verdict[:, -1].tolist()
             session.catch_up(emitted)
             kept = [columns.until_end(tokens[row, : emitted[row]].tolist()) if columns.runs(row) else 0 for row in rows]
             columns.extend(tokens, kept, running.scores, running.logits)
@@ -91,12 +92,6 @@ class Round:
     arrived: torch.cuda.Event | None
     scores: Tensor | None
     logits: Tensor | None
-
-    def wait(self) -> tuple[Tensor, list[int]]:
-        """The tokens ``[rows, K + 1]``, and how many of them each row emits."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.verdict[:, :-1], self.verdict[:, -1].tolist()
 
 
 class Rounds:

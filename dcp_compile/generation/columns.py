@@ -133,7 +133,7 @@ class Columns:
         if self._by_tokens:
             return self._call.criteria(self._host[:, : self.width], self._scores).tolist()
         stop = self._call.criteria(self.ids, self._scores)
-        return self._session.broadcast(stop.long()).tolist()  # criteria may read a clock: the leader's decision counts
+        return self._session.fetch(self._session.broadcast(stop.long())).tolist()  # a clock may decide: the leader's counts
 
     def _keep_scores(self) -> None:
         if self._scores is None and self._logits is None:

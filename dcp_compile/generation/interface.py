@@ -60,6 +60,10 @@ class Session(Protocol):
         """The leader's values on every rank, on the device of ``tensor``; shape and dtype are the same on all ranks."""
         ...
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the CPU; an error if the device waits for a rank that is gone."""
+        ...
+
 
 class Engine(Protocol):
     """A compiled model, ready to open sessions.

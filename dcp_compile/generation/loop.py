@@ -65,7 +65,7 @@ def decode_speculative(
         room = [min(width, columns.room(row) - 1) if runs[row] else 0 for row in rows]
         limits = schedule.before(room, runs)
         proposal = proposer.propose(columns.sequences(), limits)
-        proposal = dataclasses.replace(proposal, tokens=proposal.tokens.cpu())
+        proposal = dataclasses.replace(proposal, tokens=session.fetch(proposal.tokens))
         check_proposal(proposal, limits, call.vocab_size)
         proposal = dataclasses.replace(proposal, counts=schedule.after(proposal, runs))
         drafts, counts = _agree_on_drafts(session, call, columns, proposal, width)
@@ -102,7 +102,7 @@ def append_column(
         tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
     else:
         tokens = scores.argmax(dim=-1)
-    tokens = session.broadcast(tokens).cpu()
+    tokens = session.fetch(session.broadcast(tokens))
     columns.extend(tokens[:, None], counts, scores[:, None], logits[:, None])
 
 
@@ -167,7 +167,7 @@ def _scores_in_lockstep(
             else:
                 impossible = done[-1].argmax(dim=1) != draft.squeeze(1)
             impossible = impossible & torch.tensor(drafting, device=ids.device)
-        rejected = session.broadcast(impossible.long()).tolist()
+        rejected = session.fetch(session.broadcast(impossible.long())).tolist()
         final = [drafting[row] and ends[row] and offset == counts[row] - 1 for row in rows]
         exhausted = [runs[row] and offset == counts[row] and not ends[row] for row in rows]
         goes_on = any(drafting[row] and not final[row] for row in rows)
@@ -195,7 +195,8 @@ def _wait_for_verdict(
     if scores.shape[1] <= width:  # the last draft is impossible or ends its row: nothing follows it
         scores = torch.nn.functional.pad(scores, (0, 0, 0, 1))
     limits = _sent(torch.tensor(counts), drafts.device)
-    verdict = judge(session, call, scores[:, : width + 1], drafts[:, :width], limits, probs, acceptance).cpu()
+    verdict = judge(session, call, scores[:, : width + 1], drafts[:, :width], limits, probs, acceptance)
+    verdict = session.fetch(verdict)
     return verdict[:, :-1], [row[: row[-1]] for row in verdict.tolist()]
 
 

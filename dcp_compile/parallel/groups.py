@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _compat
 from ..config import DCPConfig
 from ..errors import ConfigError
 from .agreement import check_agreement
-from .failures import answering_ranks
+from .failures import answering_ranks, wait_for_device
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ParallelLayout:
         leader: global rank that decides for the replica.
         transport: library that carries the messages between devices of the model's kind, None for one rank.
         device: of the model on this rank, where messages start and arrive.
+        timeout: seconds after which a rank that does not answer is lost.
     """
 
     tp_size: int = 1
@@ -45,6 +47,7 @@ class ParallelLayout:
     leader: int = 0
     transport: str | None = None
     device: torch.device = torch.device("cpu")
+    timeout: float = 60.0
 
     @property
     def is_leader(self) -> bool:
@@ -61,7 +64,32 @@ class ParallelLayout:
         sent = tensor.to(self.device).contiguous()
         with answering_ranks("passing on the leader's choice"):
             dist.broadcast(sent, src=self.leader, group=self.replica)
-        return sent.to(tensor.device)
+        return self.fetch(sent) if tensor.device.type == "cpu" else sent.to(tensor.device)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the CPU.
+
+        Raises:
+            RankError: the device did not get there in time.
+        """
+        self.wait()
+        return tensor.cpu()
+
+    def wait(self, arrived: torch.cuda.Event | None = None) -> None:
+        """Wait for ``arrived``, or for all that the device has been given to do if other ranks take part in it.
+
+        Raises:
+            RankError: that took more than ``timeout`` seconds.
+        """
+        if self.replica is None or self.device.type != "cuda":
+            if arrived is not None:
+                arrived.synchronize()
+            return
+        if arrived is None:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(self.device))
+        groups = {id(group): group for group in (self.tp_group, self.dcp_group, self.replica) if group is not None}
+        wait_for_device(arrived, list(groups.values()), self.timeout)
 
 
 def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
@@ -94,6 +122,10 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         for other in (tp_size, dcp_size):
             if other not in groups:
                 groups[other] = _own_group(other, timeout)
+    if device.type == "cuda":
+        for group in {id(group): group for group in groups.values() if group is not None}.values():
+            # What the library does after its own time limit is end the process: ours raises before.
+            _compat.set_collective_timeout(group, timedelta(seconds=2 * config.timeout))
     return ParallelLayout(
         tp_size=tp_size,
         tp_rank=rank % tp_size,
@@ -105,6 +137,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         leader=rank // size * size,
         transport=_transport(everyone, device),
         device=device,
+        timeout=config.timeout,
     )
 
 

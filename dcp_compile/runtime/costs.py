@@ -98,4 +98,4 @@ def _median_seconds(step: Callable[[], object], device: torch.device) -> float:
 
 def _of_the_leader(seconds: list[float], parallel: ParallelLayout, device: torch.device) -> list[float]:
     """Ranks that weighed different times would choose different steps."""
-    return parallel.broadcast(torch.tensor(seconds, dtype=torch.float64, device=device)).tolist()
+    return parallel.fetch(parallel.broadcast(torch.tensor(seconds, dtype=torch.float64, device=device))).tolist()

@@ -85,6 +85,26 @@ class Session:
         """The leader's value of ``tensor`` on every rank."""
         return self.engine.parallel.broadcast(tensor)
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the CPU, which waits for the device.
+
+        Raises:
+            RankError: a rank did not answer in the steps before.
+        """
+        found = self.engine.parallel.fetch(tensor)
+        check_answering(self.engine.parallel.dcp_group)
+        return found
+
+    def wait(self, arrived: torch.cuda.Event | None) -> None:
+        """Wait for an event on the device; None is one that is over.
+
+        Raises:
+            RankError: a rank did not answer in the steps before it.
+        """
+        if arrived is not None:
+            self.engine.parallel.wait(arrived)
+        check_answering(self.engine.parallel.dcp_group)
+
     def prefill(self, prompts: Sequence[Tensor]) -> Tensor:
         """Process the prompts ``[len_b]``; returns logits after each prompt's last token, ``[B, V]`` float32.
 
@@ -198,12 +218,7 @@ class Session:
         return replace(requests, lengths=requests.lengths + kept, accepted=kept.to(torch.int32))
 
     def catch_up(self, kept: Sequence[int]) -> None:
-        """Tell the host what the next of the steps on the device has committed, once that step is known to be over.
-
-        Raises:
-            RankError: a rank did not answer in it.
-        """
-        check_answering(self.engine.parallel.dcp_group)
+        """Tell the host what the next of the steps on the device has committed, once that step is known to be over."""
         self.engine.verify_steps += 1
         self.lengths = [length + keep for length, keep in zip(self.lengths, kept)]
 

@@ -52,6 +52,8 @@ class MarkovSession:
     def broadcast(self, tensor):
         return tensor
 
+    fetch = broadcast
+
 
 class MarkovDraft:
     """Draws from its own ``table [vocab, vocab]`` of logits, or takes the most likely token if ``one_hot``."""

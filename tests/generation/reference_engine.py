@@ -105,6 +105,9 @@ class ReferenceSession:
     def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
     def _run(self, row: int, tokens: Tensor) -> Tensor:
         arguments = {self._cache_name: self._caches[row], "use_cache": True}
         with torch.no_grad():
