@@ -212,7 +212,7 @@ def _draft_engine(
         columns = table_columns(config, engine.parallel.dcp_size)
         compiled = compiled.with_graphs(config.max_batch_size, _verify_widths(config), columns)
     if adaptive:
-        compiled = dataclasses.replace(compiled, costs=measure_blocks(compiled, config.max_batch_size, engine.device))
+        compiled = dataclasses.replace(compiled, costs=measure_blocks(compiled, engine))
     return compiled
 
 

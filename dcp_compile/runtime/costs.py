@@ -74,14 +74,14 @@ def measure_verify(engine: Engine) -> StepCosts:
     return StepCosts(table)
 
 
-def measure_blocks(draft: DraftEngine, max_batch_size: int, device: torch.device) -> StepCosts:
-    """The leader's times of whole draft blocks. Nothing is written: the block tables are empty."""
-    seconds, batches = [], buckets(max_batch_size)
+def measure_blocks(draft: DraftEngine, engine: Engine) -> StepCosts:
+    """The leader's times of whole draft blocks for ``engine``. Nothing is written: the block tables are empty."""
+    seconds, batches = [], buckets(engine.config.max_batch_size)
     for batch in batches:
-        anchors, table = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, 1, dtype=torch.int32)
+        anchors, table = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, engine.columns, dtype=torch.int32)
         lengths, counts = torch.zeros_like(anchors), torch.full_like(anchors, draft.width)
-        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), device))
-    times = _of_the_leader(seconds, draft.parallel, device)
+        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), engine.device))
+    times = _of_the_leader(seconds, draft.parallel, engine.device)
     return StepCosts({batch: {batch * draft.width: value} for batch, value in zip(batches, times)})
 
 

@@ -32,7 +32,7 @@ from dcp_compile.runtime import Session
 from dcp_compile.runtime.costs import StepCosts
 from tests.distributed.drafting import check_sampling, draft_for
 from tests.generation.helpers import Recorder, fresh_seeds
-from tests.runtime.reference import Reference, calm_kimi_k3, decode_by_transformers
+from tests.runtime.reference import MODELS, Reference, calm_kimi_k3, decode_by_transformers
 from tests.runtime.test_draft import draft_for as draft_with
 from tests.tiny_models import VOCAB
 
@@ -393,53 +393,27 @@ def test_launching_rounds_does_not_wait_for_the_device(monkeypatch, cuda_graphs)
             assert torch.equal(found[:, 9:].cpu(), reference.tokens)
 
 
-# Seconds of a verify step of three requests by its rows, and the graphs, by rows per request, of its first round: drafts
-# that cost nothing, the first three of the batch for nothing, or each as much as a whole step.
-BY_COSTS = {
-    "free": ({3: 1.0, 15: 1.0}, {5}),
-    "three free": ({3: 1.0, 6: 1.0, 15: 10.0}, {2, 4}),
-    "dear": ({3: 1.0, 15: 13.0}, {1}),
-}
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU to capture graphs")
 @pytest.mark.parametrize("confident", [True, False])
 def test_adaptive_rounds_wait_and_replay_the_graph_of_what_they_verify(monkeypatch, confident: bool) -> None:
-    """Whatever the steps are said to cost, tokens are those of transformers on the CPU. Drafts without a confidence head
-    are cut short by how many were accepted before."""
-    rows, count = [0, 1, 2], 20
-    plain = calm_kimi_k3(3, seed=1)
-    plain.generation_config.eos_token_id = None
-    reference = decode_by_transformers(plain, LENGTHS, count, seed=fresh_seeds("adaptive on a GPU", 1)[0])
+    """By seconds of a step's rows: drafts for nothing, three of them, each at a whole step; and by those on this GPU."""
+    priced = [({3: 1.0, 15: 1.0}, {5}), ({3: 1.0, 6: 1.0, 15: 10.0}, {2, 4}), ({3: 1.0, 15: 13.0}, {1})]
+    plain = MODELS["kimi_k3"](layers=3, seed=1)
+    reference = decode_by_transformers(plain, LENGTHS, 20, seed=fresh_seeds("adaptive on a GPU", 1)[0])
     draft = draft_with(plain, 1, (0, 1), enable_confidence_head=confident).cuda()
-    config = dcp_compile.DCPConfig(
-        block_size=16, max_batch_size=3, max_seq_len=128, num_speculative_tokens=4, lowering="eager", verify="adaptive"
-    )
+    settings = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 4}
+    config = dcp_compile.DCPConfig(verify="adaptive", lowering="eager", **settings)
     model = dcp_compile.optimize(copy.deepcopy(plain).cuda(), config=config, draft=draft)
-    setup = Setup(plain, model, draft, reference)
-    inputs = {name: tensor.cuda() for name, tensor in setup.inputs(rows).items()}
-    engine, compiled = model._dcp_engine, model._dcp.draft
-    assert compiled.gives_confidence == confident and why_wait(engine, compiled) is not None
-    measured = engine.verify_costs.table[3]
-    assert list(measured) == [3, 6, 12, 15] and 0 < measured[3] <= measured[15]
-
-    widths = {id(engine.verify.bucket(3, width).graph): width for width in (1, 2, 4, 5)}
-    replay, used = torch.cuda.CUDAGraph.replay, []
-
-    def noted(graph) -> None:
-        used.extend([widths[id(graph)]] if id(graph) in widths else [])
-        replay(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", noted)
-    monkeypatch.delattr(Rounds, "launch")
-    for seconds, first in (({}, set(widths.values())), *BY_COSTS.values()):
-        if seconds:
-            monkeypatch.setattr(engine, "verify_costs", StepCosts({3: seconds}))
-        used.clear()
-        before = setup.rounds
-        found = setup.generate(rows, max_new_tokens=count, **inputs)
-        assert torch.equal(found[:, -count:].cpu(), reference.tokens)
-        assert len(used) == setup.rounds - before > 0 and used[0] in first
-        if first == {1}:
-            assert set(used) == {1} and len(used) == count - 1
+    setup, engine = Setup(plain, model, draft, reference), model._dcp_engine
+    assert why_wait(engine, model._dcp.draft) and model._dcp.draft.gives_confidence == confident
+    inputs = {name: tensor.cuda() for name, tensor in setup.inputs([0, 1, 2]).items()}
+    widths = {engine.verify.bucket(3, rows).graph: rows for rows in (1, 2, 4, 5)}
+    replay, graphs = torch.cuda.CUDAGraph.replay, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graphs.append(graph) or replay(graph))
+    for costs, first in [(engine.verify_costs.table[3], {1, 2, 4, 5}), *priced]:
+        monkeypatch.setattr(engine, "verify_costs", StepCosts({3: costs}))
+        graphs, before = [], setup.rounds
+        found = setup.generate([0, 1, 2], max_new_tokens=20, **inputs)
+        assert torch.equal(found[:, -20:].cpu(), reference.tokens)
+        used = [widths[graph] for graph in graphs if graph in widths]
+        assert used[0] in first and len(used) == setup.rounds - before and (first != {1} or set(used) == first)
