@@ -255,6 +255,19 @@ def _kda_verify(
         tl.store(u_records + row * pu_stride_m, nothing, mask=in_v & held)
 
 
+def check_records(rows: int, records: int) -> None:
+    """Refuse a step of more rows than it can leave pending.
+
+    Raises:
+        CapacityError: rows > records.
+    """
+    if rows > records:
+        raise CapacityError(
+            f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
+            "allocate the records for the widest verify step"
+        )
+
+
 def kda_verify(
     q: Tensor,
     k: Tensor,
@@ -286,11 +299,7 @@ def kda_verify(
     """
     batch, rows, heads, width = q.shape
     values, records = v.shape[3], pending_k.shape[1]
-    if rows > records:
-        raise CapacityError(
-            f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
-            "allocate the records for the widest verify step"
-        )
+    check_records(rows, records)
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels import conv, kda, kda_verify, kv_write, merge, peer_gather, peer_merge, prologue
+from ..kernels import conv, kda, kda_verify, kda_verify_hopper, kv_write, merge, peer_gather, peer_merge, prologue
 from . import exchange
 from ._library import kernel
 
@@ -24,8 +24,9 @@ def _kda_verify(
     q, k, v, g, beta, state, pending_k, pending_u, pending_g, accepted, state_slots, positions, scale, qk_l2norm
 ):
     rows = (_by_request(x, positions) for x in (q, k, v, g, beta))
-    pendings = (pending_k, pending_u, pending_g)
-    out = kda_verify.kda_verify(*rows, state, *pendings, accepted, state_slots, positions, scale, qk_l2norm)
+    step = (*rows, state, pending_k, pending_u, pending_g)
+    chosen = kda_verify_hopper if kda_verify_hopper.fits(*step) else kda_verify
+    out = chosen.kda_verify(*step, accepted, state_slots, positions, scale, qk_l2norm)
     return out.view(v.shape)
 
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dcp_compile.kernels import device, mla_hopper
+from dcp_compile.kernels import device, kda_verify_hopper, mla_hopper
 from dcp_compile.kernels.conv import conv_window, conv_window_verify
 from dcp_compile.kernels.kda import kda
 from dcp_compile.kernels.kda_verify import kda_verify
@@ -80,15 +80,13 @@ def cases() -> dict[str, Callable[[], object]]:
         kv_scale = (2.5,) if kv_dtype else ()
         return call(q[..., :512], q[..., 512:], cache, table, *metadata, 192**-0.5, *kv_scale)
 
-    def delta(rows, verify):
+    def delta(rows, call):
         q = torch.empty(2, rows, 96, 128, dtype=torch.bfloat16)
         g, beta = torch.empty(2, rows, 96, 128), torch.empty(2, rows, 96)
         state, records = torch.empty(4, 96, 128, 128), [torch.empty(4, 8, 96, 128) for _ in range(3)]
         slots, positions = torch.empty(2, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
-        if verify:
-            kda_verify(q, q, q, g, beta, state, *records, slots, slots, positions, 0.1, True)
-        else:
-            kda(q, q, q, g, beta, state, slots, positions, 0.1, True)
+        pending = () if call is kda else (*records, slots)
+        call(q, q, q, g, beta, state, *pending, slots, positions, 0.1, True)
 
     def window(rows, verify):
         x = torch.empty(2 * rows, 36864, 1, dtype=torch.bfloat16)
@@ -133,9 +131,11 @@ def cases() -> dict[str, Callable[[], object]]:
         "prefix": lambda: attend(mla_prefix, 8, 8),
         "tail": lambda: attend(mla_tail, 1, 8),
         "tail, many rows": lambda: attend(mla_tail, 8, 8),
-        "kda, one row": lambda: delta(1, False),
-        "kda, many rows": lambda: delta(16, False),
-        "kda_verify": lambda: delta(8, True),
+        "kda, one row": lambda: delta(1, kda),
+        "kda, many rows": lambda: delta(16, kda),
+        "kda_verify": lambda: delta(8, kda_verify),
+        "kda_verify, hopper": lambda: delta(8, kda_verify_hopper.kda_verify),
+        "kda_verify, hopper, one row": lambda: delta(1, kda_verify_hopper.kda_verify),
         "conv_window": lambda: window(1, False),
         "conv_window, many rows": lambda: window(256, False),
         "conv_window_verify": lambda: window(8, True),

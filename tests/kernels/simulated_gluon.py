@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the part of Gluon that the Hopper kernel uses, good enough to run it on a CPU.
+"""A model of the part of Gluon that the Hopper kernels use, good enough to run it on a CPU.
 
 Gluon has no interpreter. Here every partition of a program is a thread, an mbarrier counts arrivals and bytes and flips
 its phase as the hardware's does, shared memory starts as NaN, and an asynchronous product reads its operands as late as
@@ -56,8 +56,8 @@ def _load(pointer: Pointer, mask: object = True, other: object = 0) -> Tensor:
     return torch.where(mask, pointer.flat()[torch.where(mask, offset, 0)], other)
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
-    offset, mask, value = torch.broadcast_tensors(pointer.offset, mask, value)
+def _store(pointer: Pointer, value: Tensor, mask: object = True) -> None:
+    offset, mask, value = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask), value)
     pointer.flat()[offset[mask] + pointer.tensor.storage_offset()] = value[mask]
 
 
@@ -72,6 +72,10 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        assert dtype == self.dtype
+        return Shared(self.data.view([int(size) for size in shape]))
 
     def load(self, layout: object) -> Tensor:
         return self.data.clone()
@@ -215,7 +219,8 @@ class _Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        def launch(*args: object, maxnreg: int, **kwargs: object) -> None:
+        def launch(*args: object, **kwargs: object) -> None:
+            kwargs.pop("maxnreg", None)
             args = [Pointer(arg) if isinstance(arg, Tensor) else arg for arg in args]
             for ids in itertools.product(*(range(size) for size in grid)):
                 _program.ids, _program.grid = ids, grid
@@ -236,12 +241,13 @@ _language = SimpleNamespace(
     bfloat16=torch.bfloat16,
     float16=torch.float16,
     float32=torch.float32,
+    int1=torch.bool,
     int32=torch.int32,
     int64=torch.int64,
     program_id=lambda axis: torch.tensor(_program.ids[axis]),
     num_programs=lambda axis: _program.grid[axis],
     arange=lambda start, end, layout: torch.arange(start, end),
-    full=lambda shape, value, dtype, layout: torch.full([int(s) for s in shape], value, dtype=dtype),
+    full=lambda shape, value, dtype, layout: torch.as_tensor(value).to(dtype).expand([int(s) for s in shape]).clone(),
     zeros=lambda shape, dtype, layout: torch.zeros([int(s) for s in shape], dtype=dtype),
     where=lambda condition, a, b: torch.where(condition, a, b),
     load=_load,
@@ -253,6 +259,8 @@ _language = SimpleNamespace(
     convert_layout=lambda x, layout: x,
     maximum=_pairwise(torch.maximum),
     minimum=_pairwise(torch.minimum),
+    exp=torch.exp,
+    sqrt=torch.sqrt,
     exp2=torch.exp2,
     log2=torch.log2,
     static_range=range,

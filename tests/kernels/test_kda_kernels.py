@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_inputs import step_positions, strided
+from simulated_gluon import load_simulated
 from torch import Tensor
 
 from dcp_compile.errors import CapacityError
+from dcp_compile.kernels.device import hopper_unavailable
+from dcp_compile.kernels import kda_verify_hopper
 from dcp_compile.kernels.kda import kda
 from dcp_compile.kernels.kda_verify import kda_verify
 from dcp_compile.ops import kda as reference
@@ -48,6 +53,20 @@ def moved(draw: random.Random, device: str, *tensors: Tensor) -> list[Tensor]:
     return [strided(tensor.clone().to(device), draw) for tensor in tensors]
 
 
+def dense_heads(draw: random.Random, device: str, *tensors: Tensor) -> list[Tensor]:
+    """:func:`moved` with the numbers of a head next to each other."""
+
+    def place(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone().to(device)
+        if tensor.dim() < 3:
+            return strided(tensor, draw)
+        if draw.random() < 0.5:
+            tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        return torch.nn.functional.pad(tensor, (4, 4), value=float("nan"))[..., 4:-4]
+
+    return [place(tensor) for tensor in tensors]
+
+
 @pytest.mark.seeds(20)
 def test_kda(draw: random.Random, device: str) -> None:
     batch, rows, heads = draw.choice([0, 1, 3]), draw.choice([0, 1, 2, 6]), draw.choice([1, 3, 12 if GPU else 2])
@@ -71,18 +90,32 @@ def test_kda(draw: random.Random, device: str) -> None:
     assert torch.equal(mine.cpu()[idle], state[idle])
 
 
+@pytest.fixture(scope="module")
+def hopper() -> Callable[..., Tensor]:
+    """The Hopper kernel's launcher: on the GPU it is made for, else in the model of Gluon."""
+    if hopper_unavailable(torch.device("cuda" if GPU else "cpu")) is None:
+        return kda_verify_hopper.kda_verify
+    path = Path(__file__).parents[2] / "kernels" / "kda_verify_hopper.py"
+    return load_simulated(path, "dcp_compile.kernels").kda_verify
+
+
 @pytest.mark.seeds(20)
-def test_kda_verify(draw: random.Random, device: str) -> None:
+@pytest.mark.parametrize("kernel", ["portable", "hopper"])
+def test_kda_verify(request, draw: random.Random, device: str, kernel: str) -> None:
     """Two verify steps in a row: what one leaves pending the next commits."""
     batch, heads, records = draw.choice([0, 1, 2]), draw.choice([1, 2]), draw.choice([1, 3, 5])
     width, values = draw.choice([1, 8, 12]), draw.choice([1, 8, 40])
+    verify, move = kda_verify, moved
+    if kernel == "hopper":
+        width, values, records = draw.choice([32, 64, 128]), draw.choice([32, 64, 128]), draw.choice([1, 3, 8])
+        verify, move = request.getfixturevalue("hopper"), dense_heads
     dtype, norm, pool = draw.choice(DTYPES), draw.random() < 0.5, batch + 2
     state = torch.randn(pool, heads, width, values)
     pending = [torch.randn(pool, records, heads, n) for n in (width, values, width)]
     pending[2] = -pending[2].abs()
     untouched = [t.clone() for t in (state, *pending)]
     want_pools = [t.double() for t in (state, *pending)]
-    pools = moved(draw, device, state, *pending)
+    pools = move(draw, device, state, *pending)
     slots = slots_of(draw, batch, pool)
     for _ in range(2):
         rows = draw.randint(0, records)
@@ -92,8 +125,8 @@ def test_kda_verify(draw: random.Random, device: str) -> None:
         want = reference.kda_verify(
             *(t.double() for t in inputs), *want_pools, accepted, slots, positions, 0.3, norm
         )
-        indices = moved(draw, device, accepted, slots, positions)
-        got = kda_verify(*moved(draw, device, *inputs), *pools, *indices, 0.3, norm)
+        indices = move(draw, device, accepted, slots, positions)
+        got = verify(*move(draw, device, *inputs), *pools, *indices, 0.3, norm)
         torch.testing.assert_close(got.cpu().double(), want, **OUT_CLOSE[dtype])
         assert (got.cpu()[positions < 0] == 0).all()
         for mine, reference_pool in zip(pools, want_pools):
