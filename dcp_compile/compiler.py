@@ -164,7 +164,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
         captured, context, config, config.draft_backend, width
     )
     if config.draft_window is not None:
-        context = _windowed(context)
+        context = _windowed(context, config.draft_window)
     results += run_passes(captured, context, PASSES[1:])
     states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
@@ -237,7 +237,7 @@ def _matched(
     return captured, context, choice, requirements, results
 
 
-def _windowed(context: PassContext) -> PassContext:
+def _windowed(context: PassContext, window: int) -> PassContext:
     """The context of a block that sees only what follows its prefix (see :meth:`DraftEngine.run_block`).
 
     Raises:
@@ -248,7 +248,7 @@ def _windowed(context: PassContext) -> PassContext:
             f"draft_window needs the tail call of the split layout, which the {context.backend} backend lacks; leave "
             "draft_window out or name another draft_backend"
         )
-    return dataclasses.replace(context, layout="tail")
+    return dataclasses.replace(context, layout="tail", window=window)
 
 
 class DraftStep(nn.Module):

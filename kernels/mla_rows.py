@@ -14,6 +14,7 @@ from .splits import split_count
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+_FEW_KEYS = 128  # one launch without splits is fastest for up to about 64 of them
 
 
 @triton.jit(do_not_specialize=["rows", "group_rows"])
@@ -168,6 +169,7 @@ def _launch(
     kv_scale: float,
     splits: int | None,
     most_pairs: int = 64,
+    capacity: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, heads, latent = q_latent.shape
     out = q_latent.new_empty(q_latent.shape)
@@ -181,7 +183,7 @@ def _launch(
     tile = _tile(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
     tiles = triton.cdiv(rows, group_rows) * triton.cdiv(pairs, tile["BLOCK_M"])
     if splits is None:
-        capacity = block_table.shape[1] * kv_cache.shape[1]
+        capacity = capacity or block_table.shape[1] * kv_cache.shape[1]
         splits = split_count(tiles, capacity, device.multiprocessors(q_latent.device))
     part_out, part_lse = out, lse
     if splits > 1:
@@ -276,12 +278,17 @@ def mla_tail(
     bounds: Tensor,
     scale: float,
     kv_scale: float = 1.0,
+    keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``dcp::mla_tail``: row t attends ``[prefix_bounds[requests[t]], bounds[t])``.
 
-    One launch without splits: fastest for tails of up to about 64 keys, right for any length. Arguments and results are
-    those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32.
+    Arguments and results are those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32. Right for any length; ``keys``
+    says how many keys a row sees at most if they are more than a few, which are then split among programs.
     """
+    if keys > _FEW_KEYS:
+        return _launch(
+            q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, kv_scale, None, capacity=keys
+        )
     # Latency counts: the smallest tiles, as long as they do not queue.
     pairs = q_latent.shape[0] * q_latent.shape[1]
     most_pairs = 16 if pairs <= 16 * device.multiprocessors(q_latent.device) else 32

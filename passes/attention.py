@@ -60,7 +60,8 @@ def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node,
         out, lse = pair(dcp.mla_rows.default, *query, requests, bounds, *how)
     else:
         prefix = add(dcp.prefix_bounds.default, site.prefix_lengths, *place)
-        out, lse = pair(dcp.mla_tail.default, *query, requests, prefix, bounds, *how)
+        keys = context.window // context.dcp_size
+        out, lse = pair(dcp.mla_tail.default, *query, requests, prefix, bounds, *how, *([keys] if keys else []))
         if context.layout == "split":
             parts = [pair(dcp.mla_prefix.default, *query, prefix, *how), (out, lse)]
             outs = add(aten.stack.default, [part[0] for part in parts])

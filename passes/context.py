@@ -22,6 +22,7 @@ class PassContext:
         verify: lower recurrent layers to their verify form.
         causal: rows of a request see themselves and what is before them; else all rows see one another.
         layout: "split", "flattened" or, for blocks with a window, "tail".
+        window: committed tokens that rows of such a block see at most.
         backend: name of the attention backend.
         group: name of the DCP process group; None when dcp_size is 1.
         heads_sharded: each rank of the group goes on with its own heads, else every rank with all of them.
@@ -39,6 +40,7 @@ class PassContext:
     verify: bool = False
     causal: bool = True
     layout: str = "split"
+    window: int = 0
     backend: str = "torch"
     group: str | None = None
     heads_sharded: bool = False

@@ -26,7 +26,8 @@ _HOW = "float scale, str backend, float kv_scale=1.0"
 define(f"mla_rows({_QUERY_AND_CACHE}, Tensor requests, Tensor bounds, {_HOW}) -> (Tensor, Tensor)")
 define(f"mla_prefix({_QUERY_AND_CACHE}, Tensor prefix_bounds, {_HOW}) -> (Tensor, Tensor)")
 define(
-    f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, {_HOW}) -> (Tensor, Tensor)"
+    f"mla_tail({_QUERY_AND_CACHE}, Tensor requests, Tensor prefix_bounds, Tensor bounds, {_HOW}, int keys=0) -> "
+    "(Tensor, Tensor)"
 )
 
 
@@ -110,19 +111,23 @@ def attend_tail(
     bounds: Tensor,
     scale: float,
     kv_scale: float = 1.0,
+    keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Row t attends the local keys ``[prefix_bounds[requests[t]], bounds[t])``."""
+    """Row t attends the local keys ``[prefix_bounds[requests[t]], bounds[t])``.
+
+    keys: how many that are at most, for kernels to arrange their work by; 0 means few. Results do not depend on it.
+    """
     starts = prefix_bounds[requests.long()]
     return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale, kv_scale)
 
 
 def _call(
-    name: str, operands: tuple[Tensor, ...], scale: float, backend: str, kv_scale: float
+    name: str, operands: tuple[Tensor, ...], scale: float, backend: str, kv_scale: float, **hints: int
 ) -> tuple[Tensor, Tensor]:
     from ..backends import get_backend  # the registry imports the functions above
 
     scales = (scale,) if kv_scale == 1 else (scale, kv_scale)  # backends without float8 caches take no other
-    return getattr(get_backend(backend), name)(*operands, *scales)
+    return getattr(get_backend(backend), name)(*operands, *scales, **hints)
 
 
 @reference("mla_rows")
@@ -138,9 +143,11 @@ def _mla_prefix(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, b
 
 
 @reference("mla_tail")
-def _mla_tail(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0):
+def _mla_tail(
+    q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0, keys=0
+):
     operands = q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds
-    return _call("attend_tail", operands, scale, backend, kv_scale)
+    return _call("attend_tail", operands, scale, backend, kv_scale, **({"keys": keys} if keys else {}))
 
 
 def _shapes(q_latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,5 +166,5 @@ def _(q_latent, q_rope, kv_cache, block_table, prefix_bounds, scale, backend, kv
 
 
 @fake("mla_tail")
-def _(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0):
+def _(q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, backend, kv_scale=1.0, keys=0):
     return _shapes(q_latent)

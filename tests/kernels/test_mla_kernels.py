@@ -100,15 +100,17 @@ def test_prefix(draw: random.Random, device: str) -> None:
 
 
 @pytest.mark.seeds(20)
-def test_tail(draw: random.Random, device: str) -> None:
+def test_tail(monkeypatch, draw: random.Random, device: str) -> None:
+    monkeypatch.setattr("dcp_compile.kernels.device.multiprocessors", lambda _: 132)
     batch, width, heads = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(HEADS)
     dtype = draw.choice(DTYPES)
     call = make_call(draw, batch, batch * width, heads, dtype)
     starts = torch.tensor([draw.randint(0, length) for length in call.lengths], dtype=torch.int32)
     requests = torch.arange(batch, dtype=torch.int32).repeat_interleave(width)
     bounds = torch.tensor([draw.randint(0, call.lengths[r]) for r in requests.tolist()], dtype=torch.int32)
+    keys = draw.choice([0, 200, 1000])  # many: split among programs
     got = mla_tail(
-        *call.inputs(device), requests.to(device), starts.to(device), bounds.to(device), call.scale
+        *call.inputs(device), requests.to(device), starts.to(device), bounds.to(device), call.scale, keys=keys
     )
     check(got, mla.attend_tail(*call.exact(), requests, starts, bounds, call.scale), dtype)
 

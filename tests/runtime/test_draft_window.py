@@ -55,6 +55,7 @@ def test_one_attention_call_per_layer_and_one_prologue(monkeypatch) -> None:
     calls = census(report.graph.graph)
     names = ("mla_tail", "mla_prefix", "mla_rows", "merge_partials")
     assert [calls[f"dcp::{name}"] for name in names] == [2, 0, 0, 0]
+    assert [node.args[-1] for node in nodes_of(report.graph.graph, dcp.mla_tail.default)] == [5, 5]  # keys at most
     assert nodes_of(report.graph.graph, *METADATA) == []
     (fused,) = nodes_of(report.graph.prologue.graph, *METADATA)
     assert fused.target is dcp.block_metadata.default
