@@ -19,11 +19,6 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 101376
 
 
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it runs, and wait for it on the device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def hopper_unavailable(device: torch.device) -> str | None:
     """Why :mod:`dcp_compile.kernels.mla_hopper` cannot run on ``device``, or None. It imports on every machine."""
     if device.type != "cuda":

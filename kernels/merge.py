@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .overlap import overlapping, wait_for_previous
-
 _FEW = 512  # rows x heads
 
 
@@ -78,9 +76,7 @@ def _merge(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
     head = item % heads
@@ -121,7 +117,6 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         *lses.stride(),
         LATENT=latent,
         **options,
-        **overlapping(outs.device),
     )
 
 

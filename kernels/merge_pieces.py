@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .merge import merge_item, merge_options
-from .overlap import overlapping, wait_for_previous
 
 _FEW = 1024  # rows x heads; more than for equal parts, as one request may have nearly all of them
 
@@ -26,9 +25,7 @@ def _merge_pieces(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     item = tl.program_id(0).to(tl.int64)  # row * heads + head
     row = item // heads
     request = row // ROWS
@@ -59,5 +56,4 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
         ROWS=outs.shape[1],
         LATENT=latent,
         **options,
-        **overlapping(outs.device),
     )

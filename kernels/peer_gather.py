@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .mailbox import Mailbox, await_all, constants, grid, place, region, signal
-from .overlap import overlapping, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["units", "polls"])
@@ -35,9 +34,7 @@ def _gather_heads(
     STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     channel = tl.program_id(0)
     epoch = tl.load(calls + channel) + 1
     column = tl.arange(0, BLOCK)[None, :]
@@ -88,6 +85,5 @@ def gather_heads(query: Tensor, mailbox: Mailbox) -> Tensor:
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
             **constants(mailbox, query, rows * heads),
-            **overlapping(query.device),
         )
     return out

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .mailbox import Mailbox, await_all, constants, grid, place, region, signal
-from .overlap import overlapping, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["units", "polls"])
@@ -39,9 +38,7 @@ def _merge_ranks(
     STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
     DATA_AT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     channel = tl.program_id(0)
     epoch = tl.load(calls + channel) + 1
     column = tl.arange(0, BLOCK)[None, :]
@@ -126,6 +123,5 @@ def merge_ranks(out: Tensor, lse: Tensor, heads: int, mailbox: Mailbox) -> Tenso
             LATENT=latent,
             BLOCK=triton.next_power_of_2(latent),
             **constants(mailbox, out, rows * heads),
-            **overlapping(out.device),
         )
     return merged

@@ -156,7 +156,6 @@ def main() -> None:
     driver.set_active(_Hopper())
     device.multiprocessors = lambda _: 132
     device.shared_memory = lambda _: SHARED_LIMIT
-    device.starts_early = lambda _: True
     compiled = []
     run = JITFunction.run
 
