@@ -2,7 +2,7 @@
 """What should attention over 2, 4, 8 GPUs of one host, and over 16 of two, cost a decode step of Kimi-K3?
 
 A prediction from bytes, FLOPs and messages, to be held against `dcp_scaling.py`. The time of one layer's attention is a
-line in the keys a rank holds, fitted to one GPU's; the exchange is a latency and a rate, fitted to two GPUs' peer memory.
+line in the keys a rank holds, fitted to one GPU and two; the exchange is a latency and a rate, fitted to two GPUs' peer memory.
 Hosts are assumed to be joined by 400 Gb/s per GPU, at 20 us per message through NCCL; that is measured nowhere here.
 
 ``python -m benchmarks.dcp_model [--out DIR]``; needs no GPU, only ``results/dcp_scaling.json``.
@@ -24,11 +24,13 @@ BETWEEN_HOSTS_US, BETWEEN_HOSTS_BYTES_PER_US = 20.0, 50e3
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Offset and slope of the least-squares line through ``(x, y)``."""
-    count, x, y = len(points), sum(p[0] for p in points), sum(p[1] for p in points)
-    xx, xy = sum(p[0] ** 2 for p in points), sum(p[0] * p[1] for p in points)
+    """Offset, at least 0, and slope of the line through ``(x, y)`` with the least squares of relative errors."""
+    weights = [1 / y**2 for _, y in points]
+    count, x, y = sum(weights), sum(w * p[0] for w, p in zip(weights, points)), sum(1 / p[1] for p in points)
+    xx, xy = sum(w * p[0] ** 2 for w, p in zip(weights, points)), sum(p[0] / p[1] for p in points)
     slope = (count * xy - x * y) / (count * xx - x * x)
-    return (y - slope * x) / count, slope
+    offset = (y - slope * x) / count
+    return (offset, slope) if offset >= 0 else (0.0, xy / xx)
 
 
 def message_bytes(rows: int, size: int) -> int:
@@ -41,9 +43,10 @@ class Model:
     """The fitted lines: attention by rows, in keys of a rank; exchange, in bytes a rank sends."""
 
     def __init__(self, measured: dict[str, list[dict]]) -> None:
-        alone = [row for row in measured["attention"] if row["gpus"] == 1 and row["heads"] == HEADS]
+        whole = [row for row in measured["attention"] if row["gpus"] <= 2 and row["heads"] == HEADS]
         self.attention = {
-            rows: line([(row["context"], row["us"]) for row in alone if row["rows"] == rows]) for rows in ROWS
+            rows: line([(row["context"] / row["gpus"], row["us"]) for row in whole if row["rows"] == rows])
+            for rows in ROWS
         }
         sharded = [row for row in measured["exchange"] if row["gpus"] == 2 and row["heads"] == "sharded"]
         self.exchange = line([(message_bytes(row["rows"], 2), row["peers_us"]) for row in sharded])

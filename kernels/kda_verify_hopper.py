@@ -17,14 +17,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .device import hopper_unavailable
+from .device import hopper_unavailable, multiprocessors
 from .kda_verify import check_records
 
 EPS = gl.constexpr(1e-6)
 TILE = gl.constexpr(8)  # numbers of a column at a time: one 32-byte sector of every vector
 SIZES = (32, 64, 128)  # of keys and values
 MOST_ROWS = 8  # of this step and pending: more do not fit into registers
-_WARPS = 1
 
 
 @gluon.jit
@@ -103,7 +102,7 @@ def _kda_verify_hopper(
     held = slot >= 0
     kept = gl.where(held, gl.minimum(gl.load(accepted + request * accepted_stride), RECORDS), 0)
 
-    tile: gl.constexpr = gl.BlockedLayout([max(V // (32 * num_warps), 1), TILE], [32, 1], [num_warps, 1], [0, 1])
+    tile: gl.constexpr = gl.BlockedLayout([V // (32 * num_warps), TILE], [32, 1], [num_warps, 1], [0, 1])
     columns: gl.constexpr = gl.SliceLayout(1, tile)
     along: gl.constexpr = gl.SliceLayout(0, tile)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -239,6 +238,12 @@ def _kda_verify_hopper(
         gl.store(pending_u + row * pu_stride_m, empty, mask=kept_column)
 
 
+def _warps(programs: int, values: int, width: int) -> int:
+    """Warps of a program. Programs that have a multiprocessor each are faster with several, with fewer columns per thread;
+    where several share one, those would only read the vectors more often."""
+    return min(4, values // 32) if programs <= width else 1
+
+
 def fits(
     q: Tensor,
     k: Tensor,
@@ -319,6 +324,6 @@ def kda_verify(
         RECORDS=records,
         SPAN=triton.next_power_of_2(max(rows, 1)),
         L2NORM=qk_l2norm,
-        num_warps=_WARPS,
+        num_warps=_warps(batch * heads, values, multiprocessors(q.device)),
     )
     return out

@@ -25,8 +25,20 @@ def measured(latency: float, per_byte: float) -> dict[str, list[dict]]:
 
 
 def test_a_line_through_points_of_a_line() -> None:
-    offset, slope = random.uniform(-5, 5), random.uniform(-5, 5)
+    offset, slope = random.uniform(0, 5), random.uniform(0.1, 5)
     assert line([(x, offset + slope * x) for x in (1.0, 7.0, 30.0)]) == pytest.approx((offset, slope))
+
+
+def test_no_time_is_negative() -> None:
+    """A long context that came out too slow must not make short ones take less than nothing."""
+    offset, slope = line([(1.0, 1.0), (4.0, 4.0), (8.0, 9.0)])
+    assert offset == 0 and 1 < slope < 9 / 8
+
+
+def test_what_counts_are_relative_errors() -> None:
+    """Two microseconds of ten weigh more than two of a thousand."""
+    offset, slope = line([(0.0, 10.0), (1.0, 20.0), (99.0, 1002.0)])
+    assert offset == pytest.approx(10, rel=1e-2) and slope == pytest.approx(10, rel=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

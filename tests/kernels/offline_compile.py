@@ -80,11 +80,11 @@ def cases() -> dict[str, Callable[[], object]]:
         kv_scale = (2.5,) if kv_dtype else ()
         return call(q[..., :512], q[..., 512:], cache, table, *metadata, 192**-0.5, *kv_scale, **options)
 
-    def delta(rows, call):
-        q = torch.empty(2, rows, 96, 128, dtype=torch.bfloat16)
-        g, beta = torch.empty(2, rows, 96, 128), torch.empty(2, rows, 96)
+    def delta(rows, call, batch=2):
+        q = torch.empty(batch, rows, 96, 128, dtype=torch.bfloat16)
+        g, beta = torch.empty(batch, rows, 96, 128), torch.empty(batch, rows, 96)
         state, records = torch.empty(4, 96, 128, 128), [torch.empty(4, 8, 96, 128) for _ in range(3)]
-        slots, positions = torch.empty(2, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
+        slots, positions = torch.empty(batch, dtype=torch.int32), torch.empty(batch, rows, dtype=torch.int64)
         pending = () if call is kda else (*records, slots)
         call(q, q, q, g, beta, state, *pending, slots, positions, 0.1, True)
 
@@ -136,6 +136,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "kda, many rows": lambda: delta(16, kda),
         "kda_verify": lambda: delta(8, kda_verify),
         "kda_verify, hopper": lambda: delta(8, kda_verify_hopper.kda_verify),
+        "kda_verify, hopper, one request": lambda: delta(8, kda_verify_hopper.kda_verify, 1),
         "kda_verify, hopper, one row": lambda: delta(1, kda_verify_hopper.kda_verify),
         "conv_window": lambda: window(1, False),
         "conv_window, many rows": lambda: window(256, False),

@@ -136,6 +136,15 @@ def test_kda_verify(request, draw: random.Random, device: str, kernel: str) -> N
         assert torch.equal(mine.cpu()[idle], before[idle])
 
 
+@pytest.mark.parametrize(
+    "programs, values, warps", [(96, 128, 4), (132, 64, 2), (96, 32, 1), (133, 128, 1), (768, 128, 1)]
+)
+def test_warps_of_a_hopper_program(programs: int, values: int, warps: int) -> None:
+    """No column of the state may belong to two warps: one could replace what the other has yet to read."""
+    assert kda_verify_hopper._warps(programs, values, 132) == warps
+    assert warps * 32 <= values
+
+
 @pytest.mark.seeds(8)
 def test_verify_then_commit_is_plain_decoding(draw: random.Random, device: str) -> None:
     """Accepting m of the verified rows leaves the state of kda over those m rows; the outputs agree row by row."""
