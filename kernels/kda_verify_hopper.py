@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A verify step of Kimi delta attention in one Gluon launch, for states of 128 x 128 and the like.
 
-The mathematics are those of :mod:`.kda_verify`. One program takes a request's head. It asks for the first tiles of the
-state, and while they are on their way works out what only depends on keys, queries and decays, into shared memory: the
-decayed rows, the weights of the pending records, and the products between the rows. Then it streams the state through
-registers, a few numbers of every column at a time, each of its threads having whole columns.
+The mathematics are those of :mod:`.kda_verify`. One program takes a request's head. It asks for the first tile of the state,
+and while that is on its way works out what only depends on keys, queries and decays, into shared memory: the decayed rows,
+the weights of the pending records, and the products between the rows. Then it streams the state through registers, a few
+numbers of every column at a time and two tiles ahead, each of its threads having whole columns.
 
 Shared memory is what this kernel needs Gluon for. All threads read the same vectors at every tile; as loads from global
 memory they come back in order, which is after the tiles of the state that were asked for before them.
@@ -151,7 +151,7 @@ def _kda_verify_hopper(
         since = since + old_decays[m]
     vectors.index(0).store(gl.exp(since))
 
-    # Row r: L_r0 .. L_r,r-1, beta_r; from SPAN on M_r0 .. M_rr.
+    # Row r: L_r0 .. L_r,r-1, beta_r; from SPAN on M_r0 .. M_rr. One row more, as memory of size 0 cannot be had.
     products = gl.allocate_shared_memory(gl.float32, [ROWS + 1, 2 * SPAN], flat)
     values = gl.allocate_shared_memory(gl.float32, [ROWS + 1, V], flat)
     single: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
