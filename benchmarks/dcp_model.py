@@ -48,6 +48,8 @@ class Model:
             rows: line([(row["context"] / row["gpus"], row["us"]) for row in whole if row["rows"] == rows])
             for rows in ROWS
         }
+        if not any(row["gpus"] == 2 for row in measured.get("exchange", [])):
+            raise SystemExit("no exchange on two GPUs was measured: run benchmarks.dcp_scaling on at least two")
         sharded = [row for row in measured["exchange"] if row["gpus"] == 2 and row["heads"] == "sharded"]
         self.exchange = line([(message_bytes(row["rows"], 2), row["peers_us"]) for row in sharded])
 

@@ -179,20 +179,28 @@ _PEER_MEMORY: list[tuple[torch.Tensor, object]] = []  # mapped by other ranks: i
 
 def set_collective_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """After how long NCCL's own watchdog ends the process; no public call sets it for the GPU alone (2.11 - 2.13)."""
-    backend = group._get_backend(torch.device("cuda"))
-    if hasattr(backend, "_set_default_timeout"):
+    for backend in _nccl([group]):
         backend._set_default_timeout(timeout)
 
 
 def abort_collectives(groups: Sequence[ProcessGroup]) -> None:
     """End what NCCL is running for ``groups``, in replayed graphs too; they cannot be used afterwards (2.11 - 2.13)."""
-    backends = [group._get_backend(torch.device("cuda")) for group in groups]
-    backends = [backend for backend in backends if hasattr(backend, "_group_start")]
+    backends = _nccl(groups)
     if backends:
         backends[0]._group_start()  # one after the other they would wait for one another's kernels
         for backend in backends:
             backend.abort()
         backends[0]._group_end()
+
+
+def _nccl(groups: Sequence[ProcessGroup]) -> list:
+    """What carries the groups' messages between GPUs, where that is NCCL."""
+    if not torch.distributed.is_nccl_available():
+        return []
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
+    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]
+    return [backend for backend in backends if isinstance(backend, torch.distributed.ProcessGroupNCCL)]
 
 
 class _BiasApart(TorchFunctionMode):

@@ -163,7 +163,7 @@ def _kda_verify_hopper(
         valid = valids[row]
         query = _normalised(queries[row], valid, L2NORM) * SCALE
         key = _normalised(keys[row], valid, L2NORM)
-        decay = gl.where(valid, decays[row], 0.0)
+        decay = gl.where(valid, decays[row].to(gl.float32), 0.0)
         gl.store(pending_k + row * pk_stride_m, key, mask=writable)
         gl.store(pending_g + row * pg_stride_m, decay, mask=writable)
         since = since + decay

@@ -283,7 +283,7 @@ def mla_tail(
     """Launcher of ``dcp::mla_tail``: row t attends ``[prefix_bounds[requests[t]], bounds[t])``.
 
     Arguments and results are those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32. Right for any length; ``keys``
-    says how many keys a row sees at most if they are more than a few, which are then split among programs.
+    says about how many keys a row sees at most if they are more than a few, which are then split among programs.
     """
     if keys > _FEW_KEYS:
         return _launch(

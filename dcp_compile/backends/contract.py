@@ -95,7 +95,7 @@ class AttentionBackend(Protocol):
     A backend that declares float8 caches takes one more number behind ``scale``: ``kv_scale: float = 1.0``, what the
     values of the cache are multiplied by. It is given if it is not 1.
 
-    The tail call of a block with a window is also given ``keys: int``, the most keys a row of it sees; other tails have few.
+    The tail call of a block with a window is also given ``keys: int``, about the most keys a row sees; other tails have few.
     """
 
     name: str

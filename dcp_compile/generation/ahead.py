@@ -75,6 +75,7 @@ def decode_ahead(
             columns.extend(tokens, kept, running.scores, running.logits)
             columns.publish()
         running = following
+    session.wait()  # the caller need not know of a round that came too late
     return columns.result()
 
 

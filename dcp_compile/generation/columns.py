@@ -132,6 +132,7 @@ class Columns:
     def _stops(self) -> list[int]:
         if self._by_tokens:
             return self._call.criteria(self._host[:, : self.width], self._scores).tolist()
+        self._session.wait()  # criteria read what they like
         stop = self._call.criteria(self.ids, self._scores)
         return self._session.fetch(self._session.broadcast(stop.long())).tolist()  # a clock may decide: the leader's counts
 

@@ -50,7 +50,7 @@ class DSparkProposer:
         base, hidden = self.engine.run_block(anchors, lengths, block_table, counts, width)
         if not self._sampling.do_sample:
             return self.engine.follow(anchors, base), None, hidden
-        return *self._draw(anchors.to(base.device), base), hidden
+        return *self._draw(anchors.to(base.device, non_blocking=True), base), hidden
 
     def _draw(self, anchors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled tokens ``[B, K]`` and the distributions they were drawn from, ``[B, K, vocab]``."""
@@ -65,7 +65,7 @@ class DSparkProposer:
         """Chances ``[B, K]`` of the drafts, from the block's states ``[B, K, H]`` and the tokens before each of them."""
         if not self.engine.gives_confidence:
             return None
-        before = torch.cat([anchors.to(tokens.device)[:, None], tokens[:, :-1]], dim=1)
+        before = torch.cat([anchors.to(tokens.device, non_blocking=True)[:, None], tokens[:, :-1]], dim=1)
         return self.engine.model.confidence(hidden, before)
 
     def commit(self, kept: Sequence[int]) -> None:

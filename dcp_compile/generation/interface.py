@@ -64,6 +64,10 @@ class Session(Protocol):
         """``tensor`` on the CPU; an error if the device waits for a rank that is gone."""
         ...
 
+    def wait(self, arrived: torch.cuda.Event | None = None) -> None:
+        """Wait for ``arrived``, or for what other ranks take part in, with the same error. For reads by other means."""
+        ...
+
 
 class Engine(Protocol):
     """A compiled model, ready to open sessions.

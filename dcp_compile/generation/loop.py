@@ -71,7 +71,7 @@ def decode_speculative(
         drafts, counts = _agree_on_drafts(session, call, columns, proposal, width)
         window = torch.cat([columns.last()[:, None], drafts], dim=1)
         fed = [counts[row] + 1 if runs[row] else 0 for row in rows]
-        logits = _take(session.verify(window, fed), call, fed)
+        logits = _take(session, session.verify(window, fed), call, fed)
         drafts = _sent(drafts, logits.device)
         if ragged:
             scores, judged = call.processors(None, logits.flatten(0, 1)).view(logits.shape), counts
@@ -96,7 +96,7 @@ def append_column(
 ) -> None:
     """Choose one token per row from ``logits [rows, vocab]``, with the calls and the draws transformers makes."""
     counts = [int(flag) for flag in active]
-    logits = _take(logits[:, None], call, counts)[:, 0]
+    logits = _take(session, logits[:, None], call, counts)[:, 0]
     scores = call.processors(columns.ids, logits) if call.processors else logits
     if call.do_sample:
         tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
@@ -106,8 +106,9 @@ def append_column(
     columns.extend(tokens[:, None], counts, scores[:, None], logits[:, None])
 
 
-def _take(logits: Tensor, call: DecodeCall, counts: Sequence[int]) -> Tensor:
+def _take(session: Session, logits: Tensor, call: DecodeCall, counts: Sequence[int]) -> Tensor:
     """A copy of ``logits [rows, columns, vocab]`` where the caller works; columns past ``counts`` become zeros."""
+    session.wait()  # processors may read tokens, and the caller may work on the CPU
     logits = logits.to(device=call.input_ids.device, dtype=torch.float32, copy=True)
     columns = logits.shape[1]
     if min(counts) < columns:
@@ -225,7 +226,7 @@ def judge(
             judged = greedy(scores, drafts, counts)
         else:
             if probs is not None:
-                probs = probs[:, : drafts.shape[1]].to(device=scores.device, dtype=scores.dtype)
+                probs = probs[:, : drafts.shape[1]].to(device=scores.device, dtype=scores.dtype, non_blocking=True)
             judged = RULES[acceptance](scores.softmax(dim=-1), drafts, counts, probs)
         verdict[:, :-1] = judged.tokens
         verdict[:, -1] = judged.accepted + 1

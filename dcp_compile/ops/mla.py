@@ -115,7 +115,7 @@ def attend_tail(
 ) -> tuple[Tensor, Tensor]:
     """Row t attends the local keys ``[prefix_bounds[requests[t]], bounds[t])``.
 
-    keys: how many that are at most, for kernels to arrange their work by; 0 means few. Results do not depend on it.
+    keys: about how many that are at most, for kernels to arrange their work by; 0 means few. Results do not depend on it.
     """
     starts = prefix_bounds[requests.long()]
     return _attend(q_latent, q_rope, kv_cache, block_table, requests, starts, bounds, scale, kv_scale)

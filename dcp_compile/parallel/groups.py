@@ -111,6 +111,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         world, rank = dist.get_world_size(), dist.get_rank()
         timeout = timedelta(seconds=config.timeout)
         everyone = dist.new_group(timeout=timeout)
+    transport = _transport(everyone, device)
     check_agreement(everyone, {"tp_size": tp_size, "dcp_size": dcp_size})  # or they would wait for different groups
     if world % size:
         raise ConfigError(
@@ -135,7 +136,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
         dcp_group=groups[dcp_size],
         replica=groups[size],
         leader=rank // size * size,
-        transport=_transport(everyone, device),
+        transport=transport,
         device=device,
         timeout=config.timeout,
     )
@@ -154,8 +155,18 @@ def _initialise(size: int, device: torch.device, timeout: float) -> None:
 
 
 def _transport(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What torch.distributed uses for tensors on a device."""
-    by_device = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    """What torch.distributed uses for tensors on a device.
+
+    Raises:
+        ConfigError: nothing, as the program has initialised it.
+    """
+    backends = str(dist.get_backend_config(group))
+    by_device = dict(pair.split(":") for pair in backends.split(","))
+    if device.type not in by_device:
+        raise ConfigError(
+            f"the model is on {device.type}, but torch.distributed was initialised for {backends} and carries no messages there; "
+            f'call init_process_group("cpu:gloo,cuda:nccl"), or leave it to optimize()'
+        )
     return by_device[device.type]
 
 

@@ -63,7 +63,7 @@ def measure_verify(engine: Engine) -> StepCosts:
                 session.verify(tokens, [rows] * batch)
                 session.commit([0] * batch)
 
-            seconds.append(_median_seconds(step, engine.device))
+            seconds.append(_median_seconds(step, engine.parallel, engine.device))
     engine.verify_steps = 0  # these were no steps of a generation
     times = iter(_of_the_leader(seconds, engine.parallel, engine.device))
     table = {}
@@ -80,16 +80,17 @@ def measure_blocks(draft: DraftEngine, engine: Engine) -> StepCosts:
     for batch in batches:
         anchors, table = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, engine.columns, dtype=torch.int32)
         lengths, counts = torch.zeros_like(anchors), torch.full_like(anchors, draft.width)
-        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), engine.device))
+        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), draft.parallel, engine.device))
     times = _of_the_leader(seconds, draft.parallel, engine.device)
     return StepCosts({batch: {batch * draft.width: value} for batch, value in zip(batches, times)})
 
 
-def _median_seconds(step: Callable[[], object], device: torch.device) -> float:
+def _median_seconds(step: Callable[[], object], parallel: ParallelLayout, device: torch.device) -> float:
     samples = []
     for _ in range(_WARM_UPS + _SAMPLES):
         started = time.perf_counter()
         step()
+        parallel.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         samples.append(time.perf_counter() - started)

@@ -92,7 +92,8 @@ class DraftEngine:
         if self.context_graphs is not None and self.context_graphs.holds(*place):
             self.context_graphs(place, taps, positions, block_table)
         else:
-            self._write_context(taps, positions.to(taps.device), block_table.to(taps.device))
+            place = (tensor.to(taps.device, non_blocking=True) for tensor in (positions, block_table))
+            self._write_context(taps, *place)
 
     @torch.no_grad()
     def _write_context(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
@@ -116,7 +117,7 @@ class DraftEngine:
         place = tuple(anchors.shape)
         if self.markov_graphs is not None and self.markov_graphs.holds(*place):
             return self.markov_graphs(place, anchors, base)[:, : base.shape[1]]
-        return self._follow(anchors.to(base.device), base)
+        return self._follow(anchors.to(base.device, non_blocking=True), base)
 
     @torch.no_grad()
     def _follow(self, anchors: Tensor, base: Tensor) -> Tensor:

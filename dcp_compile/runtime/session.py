@@ -95,14 +95,15 @@ class Session:
         check_answering(self.engine.parallel.dcp_group)
         return found
 
-    def wait(self, arrived: torch.cuda.Event | None) -> None:
-        """Wait for an event on the device; None is one that is over.
+    def wait(self, arrived: torch.cuda.Event | None = None) -> None:
+        """Wait for ``arrived``, or for all steps so far if other ranks take part in them.
+
+        Whoever may read the device by other means than :meth:`fetch` calls this before: there, nothing limits the time.
 
         Raises:
-            RankError: a rank did not answer in the steps before it.
+            RankError: a rank did not answer in the steps before.
         """
-        if arrived is not None:
-            self.engine.parallel.wait(arrived)
+        self.engine.parallel.wait(arrived)
         check_answering(self.engine.parallel.dcp_group)
 
     def prefill(self, prompts: Sequence[Tensor]) -> Tensor:
@@ -125,6 +126,8 @@ class Session:
         chunk = self.engine.config.prefill_chunk
         logits = None
         for start in range(0, longest, chunk):
+            if start:
+                self.wait()  # the inputs of a step that is no graph are copied behind the chunk before
             stop = min(start + chunk, longest)
             pieces = []
             for prompt in prompts:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from dcp_compile import _compat
-from dcp_compile.errors import RankError
-from dcp_compile.parallel import ParallelLayout, failures
+from dcp_compile.errors import ConfigError, RankError
+from dcp_compile.parallel import ParallelLayout, failures, groups
 from dcp_compile.parallel.failures import wait_for_device
 
 
@@ -83,3 +84,29 @@ def test_one_rank_waits_without_a_limit(aborted) -> None:
     assert event.waited and not aborted
     ParallelLayout(timeout=0.0).wait()
     assert ParallelLayout().fetch(torch.tensor([3])).tolist() == [3]
+
+
+@pytest.fixture
+def group(request):
+    """A group of this process alone, with the backends given."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(request.param, store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+def test_a_group_without_nccl_keeps_its_time_limit(group) -> None:
+    """gloo carries messages of both kinds of device in one object, and raises by itself."""
+    _compat.set_collective_timeout(group, timedelta(seconds=99))
+    _compat.abort_collectives([group])
+    assert group._get_backend(torch.device("cuda")).options._timeout == timedelta(seconds=7)
+    torch.distributed.barrier(group=group)
+
+
+@pytest.mark.parametrize("group", ["cpu:gloo"], indirect=True)
+def test_a_group_that_carries_nothing_between_gpus_is_refused(group) -> None:
+    message = r'the model is on cuda, but .* initialised for cpu:gloo .* call init_process_group\("cpu:gloo,cuda:nccl"\)'
+    with pytest.raises(ConfigError, match=message):
+        groups._transport(group, torch.device("cuda"))
+    assert groups._transport(group, torch.device("cpu")) == "gloo"

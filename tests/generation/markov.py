@@ -54,6 +54,9 @@ class MarkovSession:
 
     fetch = broadcast
 
+    def wait(self, arrived=None):
+        pass
+
 
 class MarkovDraft:
     """Draws from its own ``table [vocab, vocab]`` of logits, or takes the most likely token if ``one_hot``."""

@@ -108,6 +108,9 @@ class ReferenceSession:
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()
 
+    def wait(self, arrived: object = None) -> None:
+        """Everything is on the CPU."""
+
     def _run(self, row: int, tokens: Tensor) -> Tensor:
         arguments = {self._cache_name: self._caches[row], "use_cache": True}
         with torch.no_grad():

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import triton.language as tl
 
 from dcp_compile.kernels.mailbox import CHANNELS, Mailbox, mailbox_bytes, view
 from dcp_compile.kernels.peer_gather import gather_heads
@@ -41,6 +42,16 @@ def test_a_rank_that_never_comes_is_named(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
     assert mine.lost.item() == 1 + 1
+
+
+def test_a_lost_rank_is_not_waited_for_again(monkeypatch, device: str) -> None:
+    """A step has many exchanges: after one that gave up the others do, too, without ``polls`` looks each."""
+    if device == "cpu":  # compiled kernels keep the number they were compiled with
+        monkeypatch.setattr("dcp_compile.kernels.mailbox.LOOKS_BETWEEN", tl.constexpr(16))
+    _memory, mine, _other = mailboxes(2, polls=2**30, device=device)
+    mine.lost.fill_(2)
+    gather_heads(torch.ones(1, 1, 8, device=device), mine)
+    assert mine.lost.item() == 2 and mine.calls[0] == 1
 
 
 def test_messages_that_do_not_fit_are_refused(device: str) -> None:

@@ -30,7 +30,7 @@ def test_every_bucket_is_measured_and_nothing_stays_taken(fresh_seed: int) -> No
 
 def test_more_rows_never_count_as_cheaper(monkeypatch) -> None:
     falling = iter(range(1000, 0, -1))
-    monkeypatch.setattr(costs, "_median_seconds", lambda step, device: float(next(falling)))
+    monkeypatch.setattr(costs, "_median_seconds", lambda step, parallel, device: float(next(falling)))
     engine = captured("kimi_linear").engine(verify="adaptive", num_speculative_tokens=1, max_batch_size=2)
     assert engine.verify_costs.table == {1: {1: 1000.0, 2: 1000.0}, 2: {2: 998.0, 4: 998.0}}
     assert engine.verify_costs.seconds(2, 3) == 998.0
