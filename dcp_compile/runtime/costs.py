@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import statistics
 import time
@@ -80,7 +81,8 @@ def measure_blocks(draft: DraftEngine, engine: Engine) -> StepCosts:
     for batch in batches:
         anchors, table = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, engine.columns, dtype=torch.int32)
         lengths, counts = torch.zeros_like(anchors), torch.full_like(anchors, draft.width)
-        seconds.append(_median_seconds(lambda: draft.run_block(anchors, lengths, table, counts, draft.width), draft.parallel, engine.device))
+        step = functools.partial(draft.run_block, anchors, lengths, table, counts, draft.width)
+        seconds.append(_median_seconds(step, draft.parallel, engine.device))
     times = _of_the_leader(seconds, draft.parallel, engine.device)
     return StepCosts({batch: {batch * draft.width: value} for batch, value in zip(batches, times)})
 

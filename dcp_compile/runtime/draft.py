@@ -92,8 +92,8 @@ class DraftEngine:
         if self.context_graphs is not None and self.context_graphs.holds(*place):
             self.context_graphs(place, taps, positions, block_table)
         else:
-            place = (tensor.to(taps.device, non_blocking=True) for tensor in (positions, block_table))
-            self._write_context(taps, *place)
+            positions, block_table = (tensor.to(taps.device, non_blocking=True) for tensor in (positions, block_table))
+            self._write_context(taps, positions, block_table)
 
     @torch.no_grad()
     def _write_context(self, taps: Tensor, positions: Tensor, block_table: Tensor) -> None:
