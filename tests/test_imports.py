@@ -141,3 +141,10 @@ def test_no_paths_of_one_machine():
     pattern = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt|mnt)/\w")
     found = [file for file in texts if pattern.search((ROOT / file).read_text())]
     assert not found
+
+
+def test_tables_of_documents_have_a_line_per_row():
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "models").rglob("*.md")]
+    for path in documents:
+        for line in path.read_text().splitlines():
+            assert "|---" not in line or re.fullmatch(r" *\|(---\|)+", line), f"{path.name}: {line[:80]}"

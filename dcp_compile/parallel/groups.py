@@ -145,10 +145,10 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
 def _initialise(size: int, device: torch.device, timeout: float) -> None:
     if dist.is_initialized():
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) < size:
-        raise ConfigError(
-            f"{size} ranks are needed but this program runs as one process; start it with torchrun --nproc-per-node {size}"
-        )
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if running < size:
+        found = "this program runs as one process" if running == 1 else f"{running} are running"
+        raise ConfigError(f"{size} ranks are needed but {found}; start it with torchrun --nproc-per-node {size}")
     # With NCCL alone, what lies on the CPU could not be exchanged: a model is loaded there before it is moved.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

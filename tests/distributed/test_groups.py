@@ -75,3 +75,10 @@ def test_one_process_cannot_be_two_ranks(sizes: dict[str, int], monkeypatch) -> 
     with pytest.raises(ConfigError, match=message):
         parallel_layout(DCPConfig(**sizes), torch.device("cpu"))
     assert not torch.distributed.is_initialized()
+
+
+def test_too_few_ranks_are_counted(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="3 ranks are needed but 2 are running; start it with torchrun --nproc-per-node 3"):
+        parallel_layout(DCPConfig(dcp_size=3), torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
