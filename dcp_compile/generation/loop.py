@@ -174,7 +174,10 @@ def _scores_in_lockstep(
         goes_on = any(drafting[row] and not final[row] for row in rows)
         if any(rejected) or any(exhausted) or not goes_on:
             break
-    judged = [min(counts[row], offset + (rejected[row] or final[row])) for row in rows]
+    # A row's draft at the last column is judged unless another row ends the scan there. Were it judged only where it is
+    # impossible itself, or only where it is not, whether it counts would depend on what it is, and outputs would be biased.
+    ending = [row for row in rows if rejected[row] or exhausted[row]]
+    judged = [min(counts[row], offset + all(other == row for other in ending)) for row in rows]
     return torch.stack(done, dim=1), judged
 
 

@@ -13,19 +13,19 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
     WatermarkingConfig,
 )
 
 from dcp_compile.errors import CapacityError
 from dcp_compile.generation import api
-from dcp_compile.generation.call import DecodeCall
-from dcp_compile.generation.loop import decode_speculative
-from dcp_compile.generation.patch import attach
-from tests.generation.helpers import PAD, Scripted, chi_square_p, fresh_seeds, prompts, sometimes_wrong, tiny_qwen3, wrong
-from tests.generation.markov import MarkovDraft, MarkovEngine
+from tests.generation.helpers import (
+    PAD,
+    Scripted,
+    fresh_seeds,
+    prompts,
+    sometimes_wrong,
+    wrong,
+)
 from tests.tiny_models import VOCAB
 
 NEW = 14
@@ -330,78 +330,3 @@ def test_function_form(qwen):
         api.generate(qwen.compiled, inputs["input_ids"], assistant_model=draft, **options).tolist() == expected.tolist()
     )
     assert api.generate(qwen.compiled, input_ids=inputs["input_ids"], **options).tolist() == expected.tolist()
-
-
-def markov_chain(warpers):
-    """An engine on a random Markov chain over 6 tokens, a similar table for drafts, and the exact law of three tokens
-    after token 4."""
-    engine = MarkovEngine(torch.randn(6, 6) * 1.5)
-    draft_table = engine.table + torch.randn(6, 6) * 0.7
-    table = warpers(None, engine.table).softmax(-1)
-    exact = table[4]
-    for _ in range(2):
-        exact = exact[..., None] * table
-    return engine, draft_table, exact
-
-
-@pytest.mark.parametrize("acceptance", ["standard", "block"])
-@pytest.mark.parametrize("one_hot", [False, True])
-def test_sampling_with_drafts_keeps_the_distribution(one_hot, acceptance):
-    torch.manual_seed(41)
-    engine, draft_table, exact = markov_chain(
-        LogitsProcessorList([TemperatureLogitsWarper(1.2), TopKLogitsWarper(5), TopPLogitsWarper(0.97)])
-    )
-    model = tiny_qwen3(vocab_size=6)
-    attach(model, engine)
-    counts = torch.zeros(6, 6, 6)
-    for _ in range(8):
-        output = model.generate(
-            torch.tensor([[3, 4]]),
-            do_sample=True,
-            eos_token_id=None,
-            max_new_tokens=5,
-            num_return_sequences=500,
-            num_assistant_tokens=3,
-            assistant_model=MarkovDraft(draft_table, one_hot),
-            acceptance=acceptance,
-            temperature=1.2,
-            top_k=5,
-            top_p=0.97,
-        )
-        counts.index_put_(tuple(output[:, 2:5].T), torch.tensor(1.0), accumulate=True)
-    assert 0.2 < engine.accepted / engine.drafted < 0.9
-    assert chi_square_p(counts, exact) > 1e-3
-
-
-@pytest.mark.parametrize("acceptance", ["standard", "block"])
-def test_rows_in_lockstep_keep_the_distribution(acceptance):
-    """A processor that is not known to read scores only makes the rows of a batch advance together; so does one that
-    forbids a draft outright."""
-    torch.manual_seed(42)
-    warpers = LogitsProcessorList([lambda ids, scores: scores.masked_fill(scores < -1.0, -torch.inf)])
-    engine, draft_table, exact = markov_chain(warpers)
-    rows = 3
-    call = DecodeCall(
-        input_ids=torch.tensor([[3, 4]]).expand(rows, 2),
-        prompts=[torch.tensor([3, 4])] * rows,
-        pads=[0] * rows,
-        max_length=7,
-        pad_token=0,
-        eos_tokens=frozenset(),
-        pads_finished=False,
-        processors=warpers,
-        criteria=StoppingCriteriaList([MaxLengthCriteria(7)]),
-        do_sample=True,
-        return_dict=False,
-        scores=False,
-        logits=False,
-        streamer=None,
-        vocab_size=6,
-    )
-    counts = torch.zeros(6, 6, 6)
-    for _ in range(400):
-        session = engine.open(rows, 7)
-        output = decode_speculative(session, call, MarkovDraft(draft_table, one_hot=False), 3, acceptance)
-        counts.index_put_(tuple(output[:, 2:5].T), torch.tensor(1.0), accumulate=True)
-    assert 0.05 < engine.accepted / engine.drafted < 0.9
-    assert chi_square_p(counts, exact) > 1e-3
