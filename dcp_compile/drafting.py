@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -25,10 +26,32 @@ def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...
     """Target layers whose hidden states the draft reads.
 
     Raises:
-        ConfigError: the draft was made for another target.
+        ConfigError: the draft was made for another target, or is of another type or on another device.
+        UnsupportedModelError: the target does not give hidden states of its layers.
     """
     draft.config.check_target(model.config)
+    _check_weights(model, draft)
+    width = model.get_input_embeddings().weight.shape[1]
+    if draft.config.hidden_size != width:
+        raise ConfigError(
+            f"the draft has hidden_size={draft.config.hidden_size}, but the target's embeddings, which it shares, are {width} "
+            "wide; use the draft that was trained for this target"
+        )
+    if "tap_layers" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives no hidden states of its layers (forward() has no tap_layers), which a DSpark draft "
+            "reads; draft with another language model, or prompt_lookup_num_tokens"
+        )
     return tuple(draft.config.target_layer_ids)
+
+
+def _check_weights(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    if draft.dtype != model.dtype:
+        raise ConfigError(
+            f"the draft's weights are {draft.dtype}, the target's {model.dtype}; load the draft with dtype={model.dtype}"
+        )
+    if draft.device != model.device:
+        raise ConfigError(f"the draft is on {draft.device}, the target on {model.device}; load the draft there")
 
 
 @torch.inference_mode(False)  # as optimize()
@@ -44,6 +67,7 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     """
     optimized = model.__dict__["_dcp"]
     if optimized.draft is not None and optimized.draft.model is draft:
+        _check_weights(model, draft)
         return optimized.draft
     if draft.training:
         raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")

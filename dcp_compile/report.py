@@ -43,7 +43,7 @@ def explain(model: PreTrainedModel) -> str:
         _weights(graph, config, shard.replicated_bytes(model) if shard is not None else 0),
         _attention(report),
     ]
-    lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
+    lines += _rejected(report)
     lines.append(_copies(graph))
     lines += _pass_table(report.passes)
     prologue = sum(census(graph.prologue.graph).values())
@@ -171,6 +171,10 @@ def _bytes_for_one_row(fake: Tensor) -> int:
     return fake.element_size() * math.prod(size_for_one_row(size) for size in fake.shape)
 
 
+def _rejected(report) -> list[str]:
+    return [f"  not {name}: {'; '.join(reasons)}" for name, reasons in report.choice.rejected.items()]
+
+
 def _draft(draft, report) -> list[str]:
     sees = "all of its context" if draft.window is None else f"the latest {draft.window} tokens of its context"
     blocks = f"draft {type(draft.model).__name__}: blocks of up to {draft.width} tokens that see {sees}"
@@ -178,6 +182,7 @@ def _draft(draft, report) -> list[str]:
         return [f"{blocks}; run as it is, with all keys and values of its {len(draft.caches)} layers on every rank"]
     return [
         f"{blocks}; {len(report.graph.sites)} MLA layers, backend {report.choice.name}, layout {report.layout}",
+        *_rejected(report),
         *([_regions(report.regions)] if report.regions is not None else []),
         f"collectives per block: {_meetings(report.graph) or 'none'}",
     ]

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,8 @@ import dcp_compile
 from dcp_compile import BackendError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
 from tests.mla_variants import ScalesValues, Variant, vary
 from tests.model_state import changes, state_of
-from tests.tiny_models import VOCAB, tiny_deepseek_v3, tiny_kimi_linear
+from tests.runtime.test_draft import draft_for
+from tests.tiny_models import VOCAB, tiny_deepseek_v3, tiny_kimi_k3, tiny_kimi_linear
 
 CONFIG = DCPConfig(block_size=4, max_batch_size=2, max_seq_len=24, prefill_chunk=8, num_speculative_tokens=0)
 
@@ -128,11 +127,10 @@ def test_a_generate_of_its_own_stands_in_the_way() -> None:
 
 def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
     """Found when the target is compiled already."""
-    model = vary(Variant)
+    model = tiny_kimi_k3(2)
     before = state_of(model)
-    config = SimpleNamespace(check_target=lambda target: None, target_layer_ids=[])
-    draft = SimpleNamespace(training=True, config=config)
-    with pytest.raises(UnsupportedModelError, match="SimpleNamespace is in training mode"):
+    draft = draft_for(model, taps=(0, 1)).train()
+    with pytest.raises(UnsupportedModelError, match="K3DSparkModel is in training mode"):
         dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
     assert changes(before, state_of(model)) == []
 

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark drafts. Importing registers the K3 draft, model type "k3_dspark", with the Auto classes."""
+"""DSpark drafts. Importing registers them with the Auto classes: the K3 draft by its model type "k3_dspark", the grouped-query
+draft, which calls itself "qwen3", by its architecture."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, Qwen3Config, Qwen3Model
 
 from dcp_compile.errors import ConfigError
 
 from .backbone import DSparkBackbone
 from .configuration import K3DSparkConfig
 from .drafting import DraftBlock
-from .gqa import ARCHITECTURES, DSparkDraftConfig, DSparkDraftModel
+from .gqa import ARCHITECTURES, DSparkDraftConfig, DSparkDraftModel, Qwen3DSparkModel
 from .modeling import K3DSparkModel
 
 AutoConfig.register(K3DSparkConfig.model_type, K3DSparkConfig, exist_ok=True)
 AutoModel.register(K3DSparkConfig, K3DSparkModel, exist_ok=True)
+# Of several models for one config the Auto classes take the one its architectures name, else the first.
+AutoModel.register(Qwen3Config, (Qwen3Model, DSparkDraftModel, Qwen3DSparkModel), exist_ok=True)
 
 __all__ = ["DraftBlock", "DSparkDraftConfig", "DSparkDraftModel", "K3DSparkConfig", "K3DSparkModel", "load_draft"]
 
@@ -25,8 +28,8 @@ __all__ = ["DraftBlock", "DSparkDraftConfig", "DSparkDraftModel", "K3DSparkConfi
 def load_draft(path: str | os.PathLike, **kwargs: Any) -> DSparkBackbone:
     """Load the draft in ``path`` as the model its config names; kwargs go to from_pretrained.
 
-    The grouped-query drafts call themselves model type "qwen3", so the Auto classes cannot tell them from a language
-    model. Raises ConfigError if the config names no DSpark draft, CheckpointError if the tensors are not its.
+    AutoModel does the same for such a folder, and loads anything else as well. Raises ConfigError if the config names no
+    DSpark draft, CheckpointError if the tensors are not its.
     """
     config, _ = PreTrainedConfig.get_config_dict(path)
     architectures, model_type = config.get("architectures") or [], config.get("model_type")

@@ -133,6 +133,7 @@ class K3DSparkConfig(PreTrainedConfig):
             self.is_causal = bool((kwargs.get("dflash_config") or {}).get("causal", False))
         self.architectures = self.architectures or ["K3DSparkModel"]
         outer_theta = kwargs.get("rope_theta")
+        check_yarn_length(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         _check(self, outer_theta)
 
@@ -242,6 +243,14 @@ def check_taps(taps: list[int], depth: int) -> None:
         raise ConfigError(f"target_layer_ids={taps} must lie within the {depth} layers of the target, from 0 on")
 
 
+def check_yarn_length(*ropes: dict | None) -> None:
+    """Raise ConfigError if YaRN is asked for without the length it scales: transformers would take the scaled one."""
+    for rope in ropes:
+        kind = rope and (rope.get("rope_type") or rope.get("type"))
+        if kind == "yarn" and rope.get("original_max_position_embeddings") is None:
+            raise ConfigError("YaRN without original_max_position_embeddings: give the length before scaling")
+
+
 def check_rope(rope: dict, outer_theta: float | None) -> None:
     """Raise ConfigError unless ``rope`` is plain or YaRN with known keys; outer_theta is a rope_theta beside it."""
     kind = rope.get("rope_type")
@@ -251,12 +260,18 @@ def check_rope(rope: dict, outer_theta: float | None) -> None:
     unknown = set(rope) - allowed[kind] - {"type"}
     if unknown:
         raise ConfigError(f"rope_parameters of type {kind!r} has unknown keys {sorted(unknown)}")
+    if not _is_number(rope.get("rope_theta")):
+        raise ConfigError(f"rope_parameters['rope_theta']={rope.get('rope_theta')!r} must be a number")
     if outer_theta is not None and outer_theta != rope["rope_theta"]:
         raise ConfigError(f"rope_theta={outer_theta} contradicts rope_parameters['rope_theta']={rope['rope_theta']}")
     if kind == "yarn":
-        if rope.get("factor") is None or rope["factor"] < 1:
-            raise ConfigError(f"rope_parameters['factor']={rope.get('factor')} must be a number of at least 1")
+        if not _is_number(rope.get("factor")) or rope["factor"] < 1:
+            raise ConfigError(f"rope_parameters['factor']={rope.get('factor')!r} must be a number of at least 1")
         if rope.get("attention_factor") not in (None, 1.0):
             raise ConfigError(
                 f"rope_parameters['attention_factor']={rope['attention_factor']}; only 1.0 has a known meaning"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ Same block, same heads as the latent-attention draft; the layers are those of Qw
 values, so under context parallelism every rank keeps a whole copy of it.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from dcp_compile.errors import ConfigError
 
 from .attention import eager_attention
 from .backbone import DSparkBackbone
-from .configuration import SIZES, check_layout, check_rope, check_sizes, check_taps, check_target
+from .configuration import SIZES, check_layout, check_rope, check_sizes, check_taps, check_target, check_yarn_length
 from .layers import DSparkLayer, DSparkRMSNorm, Tables
 from .rope import DSparkRotaryEmbedding, rotate_halves
 
@@ -72,6 +73,7 @@ class DSparkDraftConfig(Qwen3Config):
         self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
         self.architectures = self.architectures or [ARCHITECTURES[0]]
         outer_theta = kwargs.get("rope_theta")
+        check_yarn_length(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         for key in ("target_layer_ids", "mask_token_id", "num_target_layers"):
             if getattr(self, key) is None:
@@ -159,6 +161,13 @@ class DSparkDraftModel(DSparkBackbone):
         self.add_heads()
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike, *args: Any, config: PreTrainedConfig | None = None, **kwargs: Any):
+        """As of every model; a config that the Auto classes have read as Qwen3's becomes the draft's."""
+        if type(config) is Qwen3Config:
+            config = cls.config_class.from_dict(config.to_dict())
+        return super().from_pretrained(path, *args, config=config, **kwargs)
+
     # The checkpoint's names for what the backbone calls:
     @property
     def context_proj(self) -> nn.Linear:
@@ -171,3 +180,7 @@ class DSparkDraftModel(DSparkBackbone):
     @property
     def final_norm(self) -> DSparkRMSNorm:
         return self.norm
+
+
+class Qwen3DSparkModel(DSparkDraftModel):
+    """The same model under the other name in ARCHITECTURES."""

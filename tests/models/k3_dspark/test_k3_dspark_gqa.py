@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3Model
+from transformers import AutoModel, DynamicCache, Qwen3Config, Qwen3Model
 
 from dcp_compile.errors import CheckpointError, ConfigError
 from dcp_compile.models.k3_dspark import DSparkDraftConfig, DSparkDraftModel, K3DSparkModel, load_draft
 from dcp_compile.models.k3_dspark.training import parallel_blocks
+from tests.generation.helpers import tiny_qwen3
 from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
 from tests.models.k3_dspark.tiny_gqa_draft import gqa_draft, settings
 
@@ -102,6 +103,27 @@ def test_load_draft_picks_the_model_the_config_names(tmp_path, seed):
     (tmp_path / "gqa" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM"):
         load_draft(tmp_path / "gqa")
+
+
+@pytest.mark.parametrize("architecture", ["DSparkDraftModel", "Qwen3DSparkModel"])
+def test_auto_model_goes_by_the_architecture(tmp_path, seed, architecture):
+    """A Qwen3 config with one of the draft's names is a draft, with any other a language model, as before."""
+    draft = gqa_draft(seed)
+    draft.save_pretrained(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text()) | {"architectures": [architecture]}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    loaded = AutoModel.from_pretrained(tmp_path / "draft", dtype=torch.float64, block_size=5)
+    assert isinstance(loaded, DSparkDraftModel) and type(loaded).__name__ == architecture
+    assert isinstance(loaded.config, DSparkDraftConfig) and loaded.config.block_size == 5
+    assert loaded.config.target_layer_ids == draft.config.target_layer_ids and loaded.dtype == torch.float64
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.double()), name
+    taps = torch.randn(1, 4, loaded.context_proj.in_features, dtype=torch.float64)
+    same = load_draft(tmp_path / "draft", dtype=torch.float64)
+    torch.testing.assert_close(loaded.project_context(taps), same.project_context(taps), rtol=0, atol=0)
+    assert torch.equal(loaded.rotary_emb.inv_freq, same.rotary_emb.inv_freq)
+    tiny_qwen3().save_pretrained(tmp_path / "language_model")
+    assert type(AutoModel.from_pretrained(tmp_path / "language_model")) is Qwen3Model
 
 
 def test_loading_is_as_strict_as_for_the_latent_draft(tmp_path, seed):

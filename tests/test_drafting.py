@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts that do not fit their target are refused by name, with the model as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import dcp_compile
+from dcp_compile.errors import ConfigError, UnsupportedModelError
+from dcp_compile.models.k3_dspark import K3DSparkConfig, K3DSparkModel
+from tests.model_state import changes, state_of
+from tests.runtime.test_draft import PAGES, draft_for
+from tests.tiny_models import tiny_kimi_k3, tiny_kimi_linear
+
+CONFIG = dcp_compile.DCPConfig(**PAGES)
+MESSAGES = {
+    "bfloat16": "the draft's weights are torch.bfloat16, the target's torch.float32; load the draft with dtype=torch.float32",
+    "meta": "the draft is on meta, the target on cpu; load the draft there",
+}
+
+
+@pytest.mark.parametrize("how", MESSAGES)
+def test_a_draft_of_another_type_or_on_another_device(how: str) -> None:
+    """In optimize(), in the call that brings it, and where it was converted since it was compiled."""
+    target = tiny_kimi_k3(5)
+    draft = draft_for(target)
+    wrong = copy.deepcopy(draft)
+    wrong = wrong.to(torch.bfloat16) if how == "bfloat16" else wrong.to("meta")
+    before = state_of(target)
+    with pytest.raises(ConfigError, match=MESSAGES[how]):
+        dcp_compile.optimize(target, config=CONFIG, draft=wrong)
+    assert changes(before, state_of(target)) == []
+
+    model, ids = dcp_compile.optimize(target, config=CONFIG), torch.randint(3, 60, (1, 6))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(ids, **options)
+    with pytest.raises(ConfigError, match=MESSAGES[how]):
+        model.generate(ids, assistant_model=wrong, **options)
+    assert torch.equal(model.generate(ids, assistant_model=draft, **options), wanted)
+    if how == "bfloat16":
+        draft.to(torch.bfloat16)
+        with pytest.raises(ConfigError, match=MESSAGES[how]):
+            model.generate(ids, assistant_model=draft, **options)
+
+
+def test_a_target_that_gives_no_hidden_states() -> None:
+    target = tiny_kimi_linear()
+    before = state_of(target)
+    with pytest.raises(UnsupportedModelError, match=r"KimiLinearForCausalLM gives no hidden states.*has no tap_layers"):
+        dcp_compile.optimize(target, config=CONFIG, draft=draft_for(target, taps=(0, 1)))
+    assert changes(before, state_of(target)) == []
+
+
+def test_a_draft_of_another_width_than_the_targets_embeddings() -> None:
+    target = tiny_kimi_k3(5)
+    width = target.config.hidden_size
+    settings = draft_for(target).config.to_dict() | {"hidden_size": width // 2, "target_hidden_size": width}
+    draft = K3DSparkModel(K3DSparkConfig.from_dict(settings)).eval()
+    with pytest.raises(ConfigError, match=f"hidden_size={width // 2}, but the target's embeddings.* are {width} wide"):
+        dcp_compile.optimize(target, config=CONFIG, draft=draft)
+
+
+def test_backends_that_the_draft_did_not_get_are_explained(monkeypatch) -> None:
+    target = tiny_kimi_k3(5)
+    text = dcp_compile.explain(dcp_compile.optimize(target, config=CONFIG, draft=draft_for(target)))
+    _, of_the_draft = text.split("draft K3DSparkModel: ")
+    assert "backend torch" in of_the_draft and "\n  not hopper: " in of_the_draft and "\n  not triton: " in of_the_draft
