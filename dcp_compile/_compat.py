@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten as flatten, tree_unflatten as unflatten
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 # The decorator that lets config._experts_implementation pick how experts run (checked on transformers 5.17, 5.24).
@@ -70,6 +70,7 @@ __all__ = [
     "peer_memory",
     "recurrence_functions",
     "recurrent_state",
+    "register_by_architecture",
     "same_storage",
     "set_collective_timeout",
     "set_implementations",
@@ -286,6 +287,14 @@ class Implementations:
 
     attention: str | None
     experts: str | None
+
+
+def register_by_architecture(config_class: type, models: tuple[type, ...]) -> None:
+    """Let AutoModel choose among ``models`` by the config's architectures, the first being the default.
+
+    The public register() leaves transformers' own configs alone in some releases (5.17).
+    """
+    AutoModel._model_mapping._extra_content[config_class] = models
 
 
 def get_implementations(model: PreTrainedModel) -> Implementations:

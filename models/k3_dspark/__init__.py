@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, Qwen3Config, Qwen3Model
 
+from dcp_compile._compat import register_by_architecture
 from dcp_compile.errors import ConfigError
 
 from .backbone import DSparkBackbone
@@ -19,8 +20,7 @@ from .modeling import K3DSparkModel
 
 AutoConfig.register(K3DSparkConfig.model_type, K3DSparkConfig, exist_ok=True)
 AutoModel.register(K3DSparkConfig, K3DSparkModel, exist_ok=True)
-# Of several models for one config the Auto classes take the one its architectures name, else the first.
-AutoModel.register(Qwen3Config, (Qwen3Model, DSparkDraftModel, Qwen3DSparkModel), exist_ok=True)
+register_by_architecture(Qwen3Config, (Qwen3Model, DSparkDraftModel, Qwen3DSparkModel))
 
 __all__ = ["DraftBlock", "DSparkDraftConfig", "DSparkDraftModel", "K3DSparkConfig", "K3DSparkModel", "load_draft"]
 
