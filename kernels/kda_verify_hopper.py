@@ -18,9 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .device import hopper_unavailable, multiprocessors
+from .kda import L2_EPS
 from .kda_verify import check_records
 
-EPS = gl.constexpr(1e-6)
+EPS = gl.constexpr(L2_EPS.value)
 TILE = gl.constexpr(8)  # numbers of a column at a time: one 32-byte sector of every vector
 SIZES = (32, 64, 128)  # of keys and values
 MOST_ROWS = 8  # of this step and pending: more do not fit into registers

@@ -112,5 +112,6 @@ def test_rows_in_lockstep_keep_the_distribution(rows, eos, drafted, acceptance):
         output = decode_speculative(session, call, MarkovDraft(draft_table, one_hot=False), 3, acceptance)
         output = torch.nn.functional.pad(output, (0, 7 - output.shape[1]))
         counts.index_put_(tuple(output[:, 2:5].T), torch.tensor(1.0), accumulate=True)
-    assert 0.02 < engine.accepted / engine.drafted < 0.9
+    least = 0.02 if drafted else 0.05  # the slowest of four rows, half of whose drafts are forbidden
+    assert least < engine.accepted / engine.drafted < 0.9
     assert chi_square_p(counts, exact) > 1e-3

@@ -14,8 +14,8 @@ from simulated_gluon import load_simulated
 from torch import Tensor
 
 from dcp_compile.errors import CapacityError
-from dcp_compile.kernels.device import hopper_unavailable
 from dcp_compile.kernels import kda_verify_hopper
+from dcp_compile.kernels.device import hopper_unavailable
 from dcp_compile.kernels.kda import kda
 from dcp_compile.kernels.kda_verify import kda_verify
 from dcp_compile.ops import kda as reference

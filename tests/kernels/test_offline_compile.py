@@ -17,7 +17,9 @@ from dcp_compile.kernels.device import GLUON_VERSION
 HERE = Path(__file__).parent
 SHARED_LIMIT = 232448
 # Bytes of spilled registers per thread that the largest tiles of the portable attention kernel are known to have.
-PORTABLE_SPILLS = {"rows, one": 64, "rows, verify": 64, "rows, float16": 64, "prefix": 64, "rows, small pages": 160, "tail, window": 64}
+PORTABLE_SPILLS = {
+    "rows, one": 64, "rows, verify": 64, "rows, float16": 64, "prefix": 64, "rows, small pages": 160, "tail, window": 64,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -33,7 +35,8 @@ def test_resources() -> None:
     assert output.returncode == 0, output.stderr[-4000:]
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
-        "_mla_hopper", "_mla", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_kda_verify_hopper", "_prepare", "_conv_window", "_step_metadata",
+        "_mla_hopper", "_mla", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_kda_verify_hopper", "_prepare",
+        "_conv_window", "_step_metadata",
         "_kv_write", "_gather_heads", "_merge_ranks",
     }  # fmt: skip
     for entry in report:
