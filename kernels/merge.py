@@ -23,38 +23,38 @@ def merge_item(
     lse_stride_n,
     out_stride_r,
     LATENT: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Merge the first ``parts`` of what ``outs`` and ``lses`` point at, of one row and head, into line ``item`` of the result.
     Programs of axis 1 share its columns."""
     column = tl.program_id(1) * BLOCK_LATENT + tl.arange(0, BLOCK_LATENT)
-    part = tl.arange(0, BLOCK_PARTS)
-    logs = tl.load(lses + part.to(tl.int64) * lse_stride_n, mask=part < parts, other=float("-inf"))
-    logs = tl.where((logs == logs) & (logs < float("inf")), logs, float("-inf"))
-    top = tl.max(logs, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(logs - shift), 0)
-
+    top = float("-inf")
+    total = tl.zeros([CHUNK], tl.float32)
     weighted = tl.zeros([CHUNK, BLOCK_LATENT], tl.float32)
     for first in range(0, parts, CHUNK):
         n = first + tl.arange(0, CHUNK)
         log = tl.load(lses + n.to(tl.int64) * lse_stride_n, mask=n < parts, other=float("-inf"))
-        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
-        weight = tl.exp(log - shift)
-        # A part of weight 0 is not even read: its output is undefined.
+        # Read without waiting for the weights: what an empty part holds is undefined, and not used.
         value = tl.load(
             outs + n.to(tl.int64)[:, None] * out_stride_n + column[None, :] * out_stride_r,
-            mask=(weight > 0)[:, None] & (column < LATENT)[None, :],
+            mask=(n < parts)[:, None] & (column < LATENT)[None, :],
             other=0.0,
         )
-        weighted += value.to(tl.float32) * weight[:, None]
-    some = tl.where(total > 0, total, 1.0)
+        log = tl.where((log == log) & (log < float("inf")), log, float("-inf"))
+        new_top = tl.maximum(top, tl.max(log, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp(top - shift)
+        weight = tl.exp(log - shift)
+        total = total * decay + weight
+        weighted = weighted * decay + tl.where((weight > 0)[:, None], value.to(tl.float32) * weight[:, None], 0.0)
+        top = new_top
+    weights = tl.sum(total, 0)
+    some = tl.where(weights > 0, weights, 1.0)
     result = tl.sum(weighted, 0) / some
     tl.store(out + item * LATENT + column, result.to(out.dtype.element_ty), mask=column < LATENT)
     if tl.program_id(1) == 0:
-        tl.store(lse + item, tl.where(total > 0, shift + tl.log(some), float("-inf")))
+        tl.store(lse + item, tl.where(weights > 0, top + tl.log(some), float("-inf")))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -73,7 +73,6 @@ def _merge(
     lse_stride_t,
     lse_stride_h,
     LATENT: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -84,28 +83,27 @@ def _merge(
     outs += row * out_stride_t + head * out_stride_h
     merge_item(
         outs, lses, out, lse, item, parts, out_stride_n, lse_stride_n, out_stride_r,
-        LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
+        LATENT, BLOCK_LATENT, CHUNK,
     )  # fmt: skip
 
 
-def merge_options(items: int, few: int, latent: int, parts: int) -> dict[str, int]:
-    """Block sizes to launch with for ``items`` rows x heads, which are ``few`` or more than that, of up to ``parts``."""
-    # Few: narrow column blocks fill the device. Many: whole rows, for longer bursts.
-    columns = min(64 if items <= few else 512, triton.next_power_of_2(latent))
-    most = triton.next_power_of_2(max(parts, 1))
-    chunk = min(most, max(2048 // columns, 1))
-    return dict(BLOCK_PARTS=most, BLOCK_LATENT=columns, CHUNK=chunk, num_warps=2 if columns <= 64 else 4)
+def merge_options(few: bool, latent: int, parts: int) -> dict[str, int]:
+    """Block sizes to launch with, for few or many rows x heads of about ``parts`` parts."""
+    # Few: several programs share a row, and each has many parts on their way at once.
+    columns = min(256 if few else 512, triton.next_power_of_2(latent))
+    chunk = min(16 if few else 4, triton.next_power_of_2(max(parts, 1)))
+    return dict(BLOCK_LATENT=columns, CHUNK=chunk, num_warps=max(columns * chunk // 1024, 1))
 
 
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge ``outs [N, T, H, R]``, ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
 
-    Parts with LSE -inf, +inf or NaN are not read. The type of ``out`` may differ from that of ``outs``.
+    Parts with LSE -inf, +inf or NaN do not count, whatever their output is. The type of ``out`` may differ from that of ``outs``.
     """
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:
         return
-    options = merge_options(rows * heads, _FEW, latent, parts)
+    options = merge_options(rows * heads <= _FEW, latent, parts)
     _merge[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,

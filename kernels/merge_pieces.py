@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .merge import merge_item, merge_options
 
-_FEW = 1024  # rows x heads; more than for equal parts, as one request may have nearly all of them
+# More rows x heads count as few than where all have equally many parts, as one request may have nearly all of them.
+_FEW, _PARTS = 1024, 8
 
 
 @triton.jit
@@ -22,7 +23,6 @@ def _merge_pieces(
     heads,
     ROWS: tl.constexpr,
     LATENT: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -35,7 +35,7 @@ def _merge_pieces(
         line = tl.load(parts + 2 * request) * stride + item - request * stride
         merge_item(
             outs + line * LATENT, lses + line, out, lse, item, count, stride * LATENT, stride, 1,
-            LATENT, BLOCK_PARTS, BLOCK_LATENT, CHUNK,
+            LATENT, BLOCK_LATENT, CHUNK,
         )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
     ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    options = merge_options(rows * heads, _FEW, latent, len(outs))
+    options = merge_options(rows * heads <= _FEW, latent, _PARTS)
     _merge_pieces[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,

@@ -7,13 +7,14 @@ the latent columns each), and a producer warp that streams keys through TMA. The
 
 * A block occupies one of two stages: four chunks of 128 latent columns, and the rope columns. Each chunk has a barrier
   for "full" and one for "empty", so that scores start on the first chunk that arrives and a chunk is replaced as soon
-  as its own values are done.
+  as its own values are done. The block after the two is prefetched into L2; one more would evict what others need.
 * Scores run over pairs of blocks: both products are issued, the softmax of the first hides behind the second product,
   that of the second behind the values of the first. Blocks that some row does not see in full follow one by one: the
   keys past a row's bound are masked, and the block that holds the last key of all is cleaned of what lies behind it,
   which may be NaN.
 * P takes the place of the rope columns of its block, which are read no more. The factor by which O must be rescaled is
-  published before P, so that the values warpgroups rescale while the exponentials are computed.
+  published before P, so that the values warpgroups rescale while the exponentials are computed; mostly it is 1, because
+  P may exceed 1 by some powers of two before a row's maximum is renewed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dcp_compile.errors import BackendError
 
 from . import device
-from .divide import candidates, own_piece
+from .divide import divide, limits, own_piece
 from .merge import merge_into
 from .merge_pieces import merge_pieces
 from .mla_hopper_partitions import BLOCK, CHUNK, EMPTY, LATENT, ROPE, producer, scores, values_high, values_low
@@ -48,6 +49,7 @@ def _mla_hopper(
     q_rope_tiles,
     latent_keys,
     rope_keys,
+    kv_cache,
     block_table,
     bounds,
     parts,
@@ -64,12 +66,13 @@ def _mla_hopper(
     BLOCK_ROWS: gl.constexpr,
     HEADS: gl.constexpr,
     PAGE: gl.constexpr,
+    SHARERS: gl.constexpr,  # programs that prefetch a block together
     ROW_BOUNDS: gl.constexpr,
     SPLIT: gl.constexpr,  # results may be parts
     DIVIDED: gl.constexpr,  # among the programs of axis 1 by lengths, see divide.py for what follows
     TILES: gl.constexpr,
     WIDTH: gl.constexpr,
-    COUNTS: gl.constexpr,
+    MOST: gl.constexpr,
     EVEN: gl.constexpr,
     BLOCK_B: gl.constexpr,
     FACTOR: gl.constexpr,
@@ -79,14 +82,27 @@ def _mla_hopper(
     request = gl.program_id(2)
     if DIVIDED:
         number = gl.program_id(1)
-        request, first, last, part = own_piece(
-            bounds, batch, number, parts, (pair0 == 0) & (number == 0), ROWS if ROW_BOUNDS else 1, BLOCK,
-            TILES, WIDTH, COUNTS, EVEN, BLOCK_B, BLOCK_ROWS if ROW_BOUNDS else 1, num_warps,
+        blocks, whole, more, chunk = divide(
+            bounds, batch, ROWS if ROW_BOUNDS else 1, BLOCK, TILES, WIDTH, MOST, EVEN,
+            BLOCK_B, BLOCK_ROWS if ROW_BOUNDS else 1, num_warps,
         )  # fmt: skip
-        if request < 0:
+        if number >= gl.sum(whole + more, 0):
             return
+        writes_parts = (pair0 == 0) & (number == 0)
+        request, first, last, part = own_piece(
+            blocks, whole, more, chunk, batch, number, parts, writes_parts, BLOCK_B, num_warps
+        )
     total_pairs: gl.constexpr = ROWS * HEADS
     pairs = gl.minimum(total_pairs - pair0, BLOCK)
+
+    # Loaded here, used below: what lies between does not wait for them.
+    sharing: gl.constexpr = HEADS if ROW_BOUNDS else total_pairs  # pairs with one bound
+    count: gl.constexpr = ROWS if ROW_BOUNDS else 1
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    pair, row = gl.arange(0, BLOCK, layout=vector), gl.arange(0, BLOCK_ROWS, layout=vector)
+    bounds += request * count
+    bound = gl.load(bounds + (pair0 + pair) // sharing, mask=pair < pairs, other=0)
+    request_bounds = gl.load(bounds + row, mask=row < count, other=0)
 
     dtype: gl.constexpr = latent_keys.dtype
     tile: gl.constexpr = latent_keys.layout
@@ -117,28 +133,19 @@ def _mla_hopper(
         mbarrier.init(latent_full.index(i), count=1)
         mbarrier.init(latent_empty.index(i), count=1)
     fence_async_shared()
-    # Lines past this request's pairs belong to the next one, or are zero past the end: nothing of them is stored.
-    line = request * total_pairs + pair0
+    # Queries past this request's pairs arrive as zeros.
     mbarrier.expect(q_full, BLOCK * (LATENT + ROPE) * 2)
-    tma.async_copy_global_to_shared(q_rope_tiles, [line, 0], q_full, q_rope)
+    target = q_rope._reinterpret(dtype, [1, BLOCK, ROPE], q_rope_tiles.layout)
+    tma.async_copy_global_to_shared(q_rope_tiles, [request, pair0, 0], q_full, target)
     for c in gl.static_range(4):
-        tma.async_copy_global_to_shared(q_latent_tiles, [line, c * CHUNK], q_full, q_latent.index(c))
+        target = q_latent.index(c)._reinterpret(dtype, [1, BLOCK, CHUNK], q_latent_tiles.layout)
+        tma.async_copy_global_to_shared(q_latent_tiles, [request, pair0, c * CHUNK], q_full, target)
 
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    pair = gl.arange(0, BLOCK, layout=vector)
-    if ROW_BOUNDS:
-        bounds += request * ROWS
-        bound = gl.load(bounds + (pair0 + pair) // HEADS, mask=pair < pairs, other=0)
-        row = gl.arange(0, BLOCK_ROWS, layout=vector)
-        request_longest = gl.max(gl.load(bounds + row, mask=row < ROWS, other=0), 0)
-    else:
-        request_longest = gl.load(bounds + request)
-        bound = gl.where(pair < pairs, request_longest, 0)
     longest = gl.max(bound, 0)
     shortest = gl.min(gl.where(bound > 0, bound, longest), 0)
     # Where keys are split follows the longest row of the request, so that it is the same for all its programs.
     if not DIVIDED:
-        share = ((request_longest + BLOCK - 1) // BLOCK + gl.num_programs(1) - 1) // gl.num_programs(1)
+        share = ((gl.max(request_bounds, 0) + BLOCK - 1) // BLOCK + gl.num_programs(1) - 1) // gl.num_programs(1)
         first = gl.program_id(1) * share
         last = first + share
         part = gl.program_id(1)
@@ -150,17 +157,19 @@ def _mla_hopper(
     bound = gl.where(bound > 0, gl.minimum(bound, (first + blocks) * BLOCK) - rest * BLOCK, EMPTY)
     seen = gl.allocate_shared_memory(gl.int32, [BLOCK], flat, bound)
 
-    keys = (latent_keys, rope_keys, block_table + request.to(gl.int64) * table_stride, column_stride, page_lines)
+    table_row = block_table + request.to(gl.int64) * table_stride
+    keys = (latent_keys, rope_keys, kv_cache, table_row, column_stride, page_lines)
     buffers = (q_latent, q_rope, k_latent, k_rope, rescale, closing)
     barriers = (q_full, latent_full, latent_empty, rope_full, rope_empty, rescale_full, p_full, closing_full)
     plan = (first, blocks)
+    line = request * total_pairs + pair0
     results = (out, lse, line, part_out, part_lse, part * total_pairs + pair0, pairs)
     gl.warp_specialize(
         [
-            (scores, (buffers, barriers, couples, seen, opaque_zero, FACTOR)),
+            (scores, (buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR)),
             (values_low, (buffers, barriers, plan, results, SPLIT)),
             (values_high, (buffers, barriers, plan, results, SPLIT)),
-            (producer, (keys, buffers, barriers, plan, PAGE)),
+            (producer, (keys, buffers, barriers, plan, PAGE, SHARERS)),
         ],
         [4, 4, 1],
         [_VALUES_REGISTERS, _VALUES_REGISTERS, 24],
@@ -168,16 +177,17 @@ def _mla_hopper(
 
 
 def _tiles(tensor: Tensor, columns: int) -> TensorDescriptor:
-    """TMA descriptor of a ``[lines, width]`` tensor, read in tiles of 64 lines."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(tensor, [BLOCK.value, columns], layout)
+    """TMA descriptor of a ``[..., lines, width]`` tensor, read in tiles of 64 lines."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=tensor.dim())
+    return TensorDescriptor.from_tensor(tensor, [1] * (tensor.dim() - 2) + [BLOCK.value, columns], layout)
 
 
-def _lines(query: Tensor) -> Tensor:
-    """Queries ``[T, H, width]`` as ``[T * H, width]`` lines that TMA can address; copies where strides forbid it."""
+def _lines(query: Tensor, batch: int) -> Tensor:
+    """Queries ``[T, H, width]`` as ``[B, T / B * H, width]`` that TMA can address; copies where strides forbid it."""
     lines = query.reshape(-1, query.shape[2])
     addressable = lines.stride(1) == 1 and lines.stride(0) % 8 == 0 and lines.data_ptr() % 16 == 0
-    return lines if addressable else lines.clone(memory_format=torch.contiguous_format)
+    lines = lines if addressable else lines.clone(memory_format=torch.contiguous_format)
+    return lines.unflatten(0, (batch, -1))
 
 
 def _launch(
@@ -214,11 +224,11 @@ def _launch(
     tiles = triton.cdiv(rows // batch * heads, BLOCK.value)
     at_once, capacity = device.multiprocessors(q_latent.device), block_table.shape[1] * page
     divided = batch > 1 and (splits is not None or tiles * batch < 2 * at_once)
-    counts, even = (), 1
+    most = even = 1
     if divided:
         at_once = splits * tiles if splits else at_once
-        counts, even = candidates(batch, tiles, capacity, at_once)
-        splits = max(counts) + batch
+        most, even = limits(batch, tiles, capacity, at_once)
+        splits = most + batch
     elif batch == 1:
         splits = splits or split_count(tiles, capacity, at_once)
     else:
@@ -228,14 +238,18 @@ def _launch(
         parts = bounds.new_empty((batch, 2))
         part_out = out.new_empty((splits, rows // batch, heads, latent), dtype=torch.float32)
         part_lse = lse.new_empty((splits, rows // batch, heads))
+    # One program alone per key waits for memory, not for its latency: prefetching takes it longer. A block of lines that
+    # are not dense has no single address range.
+    sharers = 2 if tiles > 1 and line_stride == width else 0
     page_lines = page_stride // line_stride
     cache_lines = kv_cache.as_strided(((pages - 1) * page_lines + page, width), (line_stride, 1))
-    q_latent, q_rope = _lines(q_latent), _lines(q_rope)
+    q_latent, q_rope = _lines(q_latent, batch), _lines(q_rope, batch)
     _mla_hopper[(tiles, splits, 1 if divided else batch)](
         _tiles(q_latent, CHUNK.value),
         _tiles(q_rope, ROPE.value),
         _tiles(cache_lines, CHUNK.value),
         _tiles(cache_lines, ROPE.value),
+        kv_cache,
         block_table,
         bounds,
         parts,
@@ -251,12 +265,13 @@ def _launch(
         BLOCK_ROWS=triton.next_power_of_2(rows // batch),
         HEADS=heads,
         PAGE=page,
+        SHARERS=sharers,
         ROW_BOUNDS=row_bounds,
         SPLIT=splits > 1,
         DIVIDED=divided,
         TILES=tiles,
         WIDTH=at_once,
-        COUNTS=counts,
+        MOST=most,
         EVEN=even,
         BLOCK_B=triton.next_power_of_2(batch),
         FACTOR=scale * LOG2_E,

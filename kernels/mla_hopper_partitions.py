@@ -18,6 +18,8 @@ ROPE = gl.constexpr(64)
 BLOCK = gl.constexpr(64)  # keys per stage, and (row, head) pairs per program
 CHUNK = gl.constexpr(128)
 EMPTY = gl.constexpr(-(2**30))  # bound of a row that sees no key
+RISE = gl.constexpr(8.0)  # P is at most 2 to the power of it
+NO_ROW = gl.constexpr(1e30)  # shift of what is no row at all: its P is 0, which takes the least power
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -29,28 +31,69 @@ def _fetch(descriptor, line, column: gl.constexpr, width: gl.constexpr, full, em
 
 
 @gluon.jit
-def producer(keys, buffers, barriers, plan, PAGE: gl.constexpr):
-    latent_keys, rope_keys, table_row, column_stride, page_lines = keys
+def _page(table_row, column_stride, block, last, PAGE: gl.constexpr):
+    """Page of a block; 0 past the last one."""
+    return gl.load(table_row + block // (PAGE // BLOCK) * column_stride, mask=block < last, other=0)
+
+
+@gluon.jit
+def _line(page, page_lines, block, PAGE: gl.constexpr):
+    return page * page_lines + block % (PAGE // BLOCK) * BLOCK
+
+
+@gluon.jit
+def _prefetch(cache, line, wanted, SHARERS: gl.constexpr):
+    """Have one of SHARERS parts of a block brought into L2, by a single instruction of the first lane."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    width: gl.constexpr = LATENT + ROPE
+    start = line.to(gl.int64) + gl.program_id(0) * (BLOCK // SHARERS)
+    size = gl.where((lane == 0) & wanted, BLOCK // SHARERS * width * 2, 0)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.b32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [cache + start * width + lane, size], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def producer(keys, buffers, barriers, plan, PAGE: gl.constexpr, SHARERS: gl.constexpr):
+    latent_keys, rope_keys, cache, table_row, column_stride, page_lines = keys
     _, _, k_latent, k_rope, _, _ = buffers
     _, latent_full, latent_empty, rope_full, rope_empty, _, _, _ = barriers
     first, blocks = plan
-    per_page: gl.constexpr = PAGE // BLOCK
-    page = gl.load(table_row + first // per_page * column_stride, mask=blocks > 0, other=0)
+    last = first + blocks
+    # Table entries are read long before they are needed: this warp must not wait for one while a stage is empty.
+    page0 = _page(table_row, column_stride, first, last, PAGE)
+    page1 = _page(table_row, column_stride, first + 1, last, PAGE)
+    page2 = _page(table_row, column_stride, first + 2, last, PAGE)
+    page3 = _page(table_row, column_stride, first + 3, last, PAGE)
+    ahead = gl.program_id(0) < SHARERS
     for j in range(blocks):
         stage = j & 1
         phase = ((j >> 1) & 1) ^ 1
-        line = page * page_lines + (first + j) % per_page * BLOCK
-        full, empty = rope_full.index(stage), rope_empty.index(stage)
-        _fetch(rope_keys, line, LATENT, ROPE, full, empty, k_rope.index(stage), phase)
-        following = first + j + 1
-        page = gl.load(table_row + following // per_page * column_stride, mask=j + 1 < blocks, other=0)
-        for half in gl.static_range(2):  # the values warpgroups start at chunks 0 and 2: serve these first
+        block = first + j
+        line = _line(page0, page_lines, block, PAGE)
+        # In the order in which they become empty: the values warpgroups start at chunks 0 and 2, and P stays longest.
+        for half in gl.static_range(2):
             for side in gl.static_range(2):
                 i = stage * 4 + side * 2 + half
                 _fetch(
                     latent_keys, line, (side * 2 + half) * CHUNK, CHUNK,
                     latent_full.index(i), latent_empty.index(i), k_latent.index(i), phase,
                 )  # fmt: skip
+        _fetch(rope_keys, line, LATENT, ROPE, rope_full.index(stage), rope_empty.index(stage), k_rope.index(stage), phase)
+        if SHARERS > 0:
+            if j == 0:
+                _prefetch(cache, _line(page2, page_lines, block + 2, PAGE), ahead & (blocks > 2), SHARERS)
+            _prefetch(cache, _line(page3, page_lines, block + 3, PAGE), ahead & (j + 3 < blocks), SHARERS)
+        page0 = page1
+        page1 = page2
+        page2 = page3
+        page3 = _page(table_row, column_stride, block + 4, last, PAGE)
 
 
 @gluon.jit
@@ -59,8 +102,7 @@ def _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, stage, 
 
     ``zero_index`` is 0, but not provably so: the addresses of constant operands would all be kept in registers.
     """
-    mbarrier.wait(rope_full.index(stage), phase)
-    s = warpgroup_mma(q_rope, k_rope.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = zero
     for half in gl.static_range(2):
         for side in gl.static_range(2):
             i = stage * 4 + side * 2 + half
@@ -68,8 +110,10 @@ def _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, stage, 
             q = side * 2 + half
             if half == 1:
                 q += zero_index
-            s = warpgroup_mma(q_latent.index(q), k_latent.index(i).permute((1, 0)), s, is_async=True)
-    return s
+            k = k_latent.index(i).permute((1, 0))
+            s = warpgroup_mma(q_latent.index(q), k, s, use_acc=half + side > 0, is_async=True)
+    mbarrier.wait(rope_full.index(stage), phase)
+    return warpgroup_mma(q_rope, k_rope.index(stage).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -85,10 +129,15 @@ def _clean(k_latent, stage, written):
 
 @gluon.jit
 def _softmax(s, top, total, stage, buffers, barriers, FACTOR: gl.constexpr):
-    """Publish the rescaling factor of one block and store its P; returns the running maximum (in log 2) and sum."""
+    """Publish the rescaling factor of one block and store its P; returns the row's shift (in log 2) and its sum.
+
+    The shift is a maximum that is out of date by up to RISE: P, its sum and the values agree on it whatever it is, and
+    while it stays no output has to be rescaled.
+    """
     _, _, _, k_rope, rescale, _ = buffers
     _, _, _, _, _, rescale_full, _, _ = barriers
-    new_top = gl.maximum(top, gl.max(s, 1) * FACTOR)
+    own = gl.max(s, 1) * FACTOR
+    new_top = gl.where(own > top + RISE, own, top)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     alpha = gl.exp2(top - shift)
     p = gl.exp2(s * FACTOR - shift[:, None])
@@ -108,12 +157,12 @@ def _publish(p_full, stage):
 
 
 @gluon.jit
-def scores(buffers, barriers, couples, seen, opaque_zero, FACTOR: gl.constexpr):
+def scores(buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR: gl.constexpr):
     q_latent, q_rope, k_latent, k_rope, _, closing = buffers
     q_full, latent_full, _, rope_full, _, _, p_full, closing_full = barriers
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
-    top = gl.full([BLOCK], float("-inf"), gl.float32, layout=rows)
+    top = gl.where(gl.arange(0, BLOCK, layout=rows) < pairs, float("-inf"), NO_ROW)
     total = gl.full([BLOCK], 0.0, gl.float32, layout=rows)
     zero = gl.zeros([BLOCK, BLOCK], gl.float32, layout=mma)
     mbarrier.wait(q_full, 0)
@@ -172,6 +221,7 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
     _, blocks = plan
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
+    every: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # all factors in every warp
     o0 = gl.zeros([BLOCK, CHUNK], gl.float32, layout=mma)
     o1 = gl.zeros([BLOCK, CHUNK], gl.float32, layout=mma)
     for j in range(blocks):
@@ -179,9 +229,10 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
         phase = (j >> 1) & 1
         i = stage * 4 + FIRST_CHUNK
         mbarrier.wait(rescale_full.index(stage), phase)
-        alpha = rescale.index(stage).load(rows)
-        o0 = o0 * alpha[:, None]
-        o1 = o1 * alpha[:, None]
+        if gl.min(rescale.index(stage).load(every), 0) != 1.0:
+            alpha = rescale.index(stage).load(rows)
+            o0 = o0 * alpha[:, None]
+            o1 = o1 * alpha[:, None]
         mbarrier.wait(p_full.index(stage), phase)
         t0 = warpgroup_mma(k_rope.index(stage), k_latent.index(i), o0, is_async=True)
         t1 = warpgroup_mma(k_rope.index(stage), k_latent.index(i + 1), o1, is_async=True)
@@ -200,7 +251,7 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
     if SPLIT:
         if part_line < 0:
             _store(out, lse, line, scale, logs, pairs, pairs, o0, o1, mma, FIRST_CHUNK)
-        else:  # the merge does not read the output of an empty part
+        else:  # the merge does not use the output of an empty part
             stored = gl.where(blocks > 0, pairs, 0)
             _store(part_out, part_lse, part_line, scale, logs, pairs, stored, o0, o1, mma, FIRST_CHUNK)
     else:

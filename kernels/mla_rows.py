@@ -14,7 +14,6 @@ from .splits import split_count
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-_FEW_KEYS = 128  # one launch without splits is fastest for up to about 64 of them
 
 
 @triton.jit(do_not_specialize=["rows", "group_rows"])
@@ -137,7 +136,7 @@ def _mla(
     acc = acc / tl.where(some, total, 1.0)[:, None] * KV_SCALE
     target = (tl.program_id(1).to(tl.int64) * rows + row64) * HEADS + head
     if SPLIT:
-        latent_mask = latent_mask & some[:, None]  # the merge does not read an empty part
+        latent_mask = latent_mask & some[:, None]  # the merge does not use an empty part
     tl.store(out + target[:, None] * LATENT + c[None, :], acc.to(out.dtype.element_ty), mask=latent_mask)
     tl.store(lse + target, tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf")), mask=live)
 
@@ -157,7 +156,7 @@ def _tile(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:
     return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2)
 
 
-def _launch(
+def attend(
     q_latent: Tensor,
     q_rope: Tensor,
     kv_cache: Tensor,
@@ -168,9 +167,13 @@ def _launch(
     scale: float,
     kv_scale: float,
     splits: int | None,
-    most_pairs: int = 64,
-    capacity: int | None = None,
+    keys: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The launch behind this file's calls, which say what the arguments are.
+
+    ``starts [B]``: keys before them are not seen; None: all are. ``keys``: about how many a row sees at most; None: as many
+    as the block table can hold.
+    """
     rows, heads, latent = q_latent.shape
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((rows, heads), dtype=torch.float32)
@@ -178,13 +181,12 @@ def _launch(
         return out, lse
     group_rows = max(rows // block_table.shape[0], 1)
     pairs = group_rows * heads
-    if kv_cache.dtype != q_latent.dtype:
-        most_pairs = min(most_pairs, 32)  # converting keys takes registers
+    most_pairs = 64 if kv_cache.dtype == q_latent.dtype else 32  # converting keys takes registers
     tile = _tile(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
     tiles = triton.cdiv(rows, group_rows) * triton.cdiv(pairs, tile["BLOCK_M"])
     if splits is None:
-        capacity = capacity or block_table.shape[1] * kv_cache.shape[1]
-        splits = split_count(tiles, capacity, device.multiprocessors(q_latent.device))
+        keys = keys or block_table.shape[1] * kv_cache.shape[1]
+        splits = split_count(tiles, keys, device.multiprocessors(q_latent.device))
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = out.new_empty((splits, rows, heads, latent), dtype=torch.float32)
@@ -248,7 +250,7 @@ def mla_rows(
         ``(out [T, H, R] in the dtype of q_latent, lse [T, H] float32)``, natural logarithm; 0 and -inf for an empty
         row.
     """
-    return _launch(q_latent, q_rope, kv_cache, block_table, requests, None, bounds, scale, kv_scale, splits)
+    return attend(q_latent, q_rope, kv_cache, block_table, requests, None, bounds, scale, kv_scale, splits)
 
 
 def mla_prefix(
@@ -265,33 +267,4 @@ def mla_prefix(
 
     Arguments and results are those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32.
     """
-    return _launch(q_latent, q_rope, kv_cache, block_table, None, None, prefix_bounds, scale, kv_scale, splits)
-
-
-def mla_tail(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    requests: Tensor,
-    prefix_bounds: Tensor,
-    bounds: Tensor,
-    scale: float,
-    kv_scale: float = 1.0,
-    keys: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``dcp::mla_tail``: row t attends ``[prefix_bounds[requests[t]], bounds[t])``.
-
-    Arguments and results are those of :func:`mla_rows`, with prefix_bounds ``[B]`` int32. Right for any length; ``keys``
-    says about how many keys a row sees at most if they are more than a few, which are then split among programs.
-    """
-    if keys > _FEW_KEYS:
-        return _launch(
-            q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, kv_scale, None, capacity=keys
-        )
-    # Latency counts: the smallest tiles, as long as they do not queue.
-    pairs = q_latent.shape[0] * q_latent.shape[1]
-    most_pairs = 16 if pairs <= 16 * device.multiprocessors(q_latent.device) else 32
-    return _launch(
-        q_latent, q_rope, kv_cache, block_table, requests, prefix_bounds, bounds, scale, kv_scale, 1, most_pairs
-    )
+    return attend(q_latent, q_rope, kv_cache, block_table, None, None, prefix_bounds, scale, kv_scale, splits)

@@ -10,6 +10,6 @@ class PortableTail:
     """Tails go to the kernel that runs on any CUDA GPU."""
 
     def attend_tail(self, *operands: Tensor | float, keys: int = 0) -> tuple[Tensor, Tensor]:
-        from ..kernels.mla_rows import mla_tail  # needs Triton
+        from ..kernels.mla_tail import mla_tail  # needs Triton
 
         return mla_tail(*operands, keys=keys)

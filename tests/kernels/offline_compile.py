@@ -29,7 +29,8 @@ from dcp_compile.kernels.kda_verify import kda_verify
 from dcp_compile.kernels.kv_write import kv_write
 from dcp_compile.kernels.mailbox import view
 from dcp_compile.kernels.merge import merge_partials
-from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows, mla_tail
+from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows
+from dcp_compile.kernels.mla_tail import mla_tail
 from dcp_compile.kernels.peer_gather import gather_heads
 from dcp_compile.kernels.peer_merge import merge_ranks
 from dcp_compile.kernels.prologue import block_metadata, step_metadata

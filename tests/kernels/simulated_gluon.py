@@ -147,13 +147,22 @@ class TensorDescriptor:
 
 
 def _copy_global_to_shared(descriptor: TensorDescriptor, at: list, barrier: Barrier, target: Shared) -> None:
-    line, column = (int(value) for value in at)
-    lines, columns = descriptor.block
-    tile = torch.zeros(lines, columns, dtype=descriptor.dtype)
-    part = descriptor.tensor[line : line + lines, column : column + columns]
-    tile[: part.shape[0], : part.shape[1]] = part
+    tile = torch.zeros(descriptor.block, dtype=descriptor.dtype)
+    part = descriptor.tensor[tuple(slice(int(start), int(start) + size) for start, size in zip(at, descriptor.block))]
+    tile[tuple(map(slice, part.shape))] = part
     target.store(tile)
     barrier.complete(tile.numel() * tile.element_size())
+
+
+def _prefetch(assembly: str, constraints: str, operands: list, **options: object) -> None:
+    """The one instruction that is written out: what it reads has to be there."""
+    assert "cp.async.bulk.prefetch.L2" in assembly and constraints == "=r,l,r"
+    address, size = operands
+    element, held = address.tensor.element_size(), address.tensor.untyped_storage().nbytes()
+    start = (address.offset + address.tensor.storage_offset()) * element
+    assert (size > 0).sum() <= 1, "one lane asks"
+    assert ((size == 0) | (start >= 0) & (start + size <= held)).all(), "outside of the cache"
+    assert (start[size > 0] % 16 == 0).all() and (size % 16 == 0).all()
 
 
 class _Product:
@@ -265,6 +274,7 @@ _language = SimpleNamespace(
     log2=torch.log2,
     static_range=range,
     thread_barrier=lambda: None,
+    inline_asm_elementwise=_prefetch,
     warp_specialize=_warp_specialize,
     allocate_shared_memory=_allocate,
     NVMMASharedLayout=lambda **options: None,

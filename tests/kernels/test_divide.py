@@ -15,7 +15,7 @@ import torch
 import triton
 from simulated_gluon import Pointer, load_simulated
 
-from dcp_compile.kernels.divide import candidates
+from dcp_compile.kernels.divide import limits
 from dcp_compile.kernels.merge_pieces import merge_pieces
 from dcp_compile.ops import merge
 
@@ -28,16 +28,18 @@ def divided(lengths: list[int], tiles: int, width: int, rows: int = 1) -> tuple[
     """What each program has to do, and the parts of each request; the last row of a request is the longest."""
     bounds = (torch.tensor(lengths)[:, None] - torch.arange(rows - 1, -1, -1)).clamp_min(0).flatten().int()
     batch = len(lengths)
-    counts, even = candidates(batch, tiles, 1 << 20, width)
+    most, even = limits(batch, tiles, 1 << 20, width)
     parts = torch.full((batch, 2), -7, dtype=torch.int32)
     power = triton.next_power_of_2
+    division = divide.divide(
+        Pointer(bounds), batch, rows, KEYS, tiles, width, most, even, power(batch), power(rows), 4
+    )  # fmt: skip
+    count = int((division[1] + division[2]).sum())
+    assert count <= most + batch
     pieces = [
-        divide.own_piece(
-            Pointer(bounds), batch, program, Pointer(parts), program == 0,
-            rows, KEYS, tiles, width, counts, even, power(batch), power(rows), 4,
-        )
-        for program in range(max(counts) + batch)
-    ]  # fmt: skip
+        divide.own_piece(*division, batch, program, Pointer(parts), program == 0, power(batch), 4)
+        for program in range(count)
+    ]
     return [[int(value) for value in piece] for piece in pieces], parts.tolist()
 
 
@@ -46,13 +48,11 @@ def test_every_key_belongs_to_one_program(draw: random.Random) -> None:
     batch, tiles, width = draw.randint(1, 40), draw.randint(1, 20), draw.choice([5, 64, 132])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randint(0, 3000), draw.randint(0, 200000)]) for _ in range(batch)]
     programs, parts = divided(lengths, tiles, width, draw.choice([1, 3]))
-    busy = [piece for piece in programs if piece[0] >= 0]
-    assert programs[: len(busy)] == busy, "programs without work come last"
-    assert sum(count for _, count in parts) == len(busy)
+    assert sum(count for _, count in parts) == len(programs)
     used = [first + i for first, count in parts if count > 1 for i in range(count)]
     assert len(set(used)) == len(used) and max(used, default=0) < len(programs)
     for request, length in enumerate(lengths):
-        mine = sorted(piece[1:] for piece in busy if piece[0] == request)
+        mine = sorted(piece[1:] for piece in programs if piece[0] == request)
         first, count = parts[request]
         assert len(mine) == count >= 1
         assert [piece[0] for piece in mine] == [0, *(piece[1] for piece in mine[:-1])]
@@ -63,11 +63,18 @@ def test_every_key_belongs_to_one_program(draw: random.Random) -> None:
 def makespan(pieces: list[list[int]], tiles: int, width: int, start: int = 4) -> int:
     """When the last program ends, in blocks, if each is taken up in turn by the multiprocessor that is free first."""
     free = [0] * width
-    for request, first, last, _ in pieces:
-        for _ in range(tiles if request >= 0 else 0):
+    for _, first, last, _ in pieces:
+        for _ in range(tiles):
             at = min(range(width), key=free.__getitem__)
             free[at] += last - first + start
     return max(free)
+
+
+@pytest.mark.parametrize(("batch", "tiles"), [(20, 1), (27, 1), (60, 2), (100, 1), (140, 1)])
+def test_no_more_pieces_than_programs(batch: int, tiles: int) -> None:
+    """Equal requests of many keys, which fill the device best in more waves than there are programs for."""
+    programs, parts = divided([200_000] * batch, tiles, 132)
+    assert sum(count for _, count in parts) == len(programs) <= limits(batch, tiles, 1 << 20, 132)[0] + batch
 
 
 @pytest.mark.seeds(8)
@@ -90,7 +97,7 @@ def test_the_device_is_kept_busy(draw: random.Random) -> None:
 ])  # fmt: skip
 def test_equal_requests_are_divided_evenly(lengths: list[int], tiles: int, sizes: set[int]) -> None:
     programs, _ = divided(lengths, tiles, 132)
-    assert {last - first for request, first, last, _ in programs if request >= 0} == sizes
+    assert {last - first for _, first, last, _ in programs} == sizes
 
 
 @pytest.mark.seeds(4)

@@ -13,7 +13,8 @@ from kernel_inputs import shuffled_tables, strided
 from torch import Tensor
 
 from dcp_compile import layout
-from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows, mla_tail
+from dcp_compile.kernels.mla_rows import mla_prefix, mla_rows
+from dcp_compile.kernels.mla_tail import mla_tail
 from dcp_compile.ops import merge, mla
 
 GPU = torch.cuda.is_available()

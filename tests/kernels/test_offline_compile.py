@@ -35,7 +35,7 @@ def test_resources() -> None:
     assert output.returncode == 0, output.stderr[-4000:]
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
-        "_mla_hopper", "_mla", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_kda_verify_hopper", "_prepare",
+        "_mla_hopper", "_mla", "_tail", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_kda_verify_hopper", "_prepare",
         "_conv_window", "_step_metadata",
         "_kv_write", "_gather_heads", "_merge_ranks",
     }  # fmt: skip
