@@ -42,12 +42,12 @@ def _line(page, page_lines, block, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(cache, line, wanted, SHARERS: gl.constexpr):
-    """Have one of SHARERS parts of a block brought into L2, by a single instruction of the first lane."""
+def _prefetch(cache, line, SHARERS: gl.constexpr):
+    """Have this program's one of SHARERS parts of a block brought into L2, by a single instruction of the first lane."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     width: gl.constexpr = LATENT + ROPE
     start = line.to(gl.int64) + gl.program_id(0) * (BLOCK // SHARERS)
-    size = gl.where((lane == 0) & wanted, BLOCK // SHARERS * width * 2, 0)
+    size = gl.where(lane == 0, BLOCK // SHARERS * width * 2, 0)
     gl.inline_asm_elementwise(
         """{
         .reg .pred some;
@@ -71,7 +71,7 @@ def producer(keys, buffers, barriers, plan, PAGE: gl.constexpr, SHARERS: gl.cons
     page1 = _page(table_row, column_stride, first + 1, last, PAGE)
     page2 = _page(table_row, column_stride, first + 2, last, PAGE)
     page3 = _page(table_row, column_stride, first + 3, last, PAGE)
-    ahead = gl.program_id(0) < SHARERS
+    shares = gl.program_id(0) < SHARERS
     for j in range(blocks):
         stage = j & 1
         phase = ((j >> 1) & 1) ^ 1
@@ -87,9 +87,10 @@ def producer(keys, buffers, barriers, plan, PAGE: gl.constexpr, SHARERS: gl.cons
                 )  # fmt: skip
         _fetch(rope_keys, line, LATENT, ROPE, rope_full.index(stage), rope_empty.index(stage), k_rope.index(stage), phase)
         if SHARERS > 0:
-            if j == 0:
-                _prefetch(cache, _line(page2, page_lines, block + 2, PAGE), ahead & (blocks > 2), SHARERS)
-            _prefetch(cache, _line(page3, page_lines, block + 3, PAGE), ahead & (j + 3 < blocks), SHARERS)
+            if shares & (j == 0) & (blocks > 2):
+                _prefetch(cache, _line(page2, page_lines, block + 2, PAGE), SHARERS)
+            if shares & (j + 3 < blocks):
+                _prefetch(cache, _line(page3, page_lines, block + 3, PAGE), SHARERS)
         page0 = page1
         page1 = page2
         page2 = page3

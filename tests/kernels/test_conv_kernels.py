@@ -65,7 +65,7 @@ def test_window_verify(draw: random.Random, device: str) -> None:
 
 
 def test_rejecting_drafts_restores_the_window(device: str) -> None:
-    """BC53: inputs 1..7, a verify step of 8..11, one accepted: the window is 6, 7, 8."""
+    """Inputs 1..7, a verify step of 8..11, one accepted: the window is 6, 7, 8."""
     state = torch.tensor([[[5.0, 6, 7]]], device=device)
     pending = torch.zeros(1, 1, 4, device=device)
     slots, none = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)

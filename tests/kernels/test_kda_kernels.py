@@ -49,7 +49,7 @@ def slots_of(draw: random.Random, batch: int, pool: int) -> Tensor:
 
 
 def moved(draw: random.Random, device: str, *tensors: Tensor) -> list[Tensor]:
-    """Copies on the device behind random strides (BC55: a kernel must not assume contiguous slots)."""
+    """Copies on the device behind random strides (a kernel must not assume contiguous slots)."""
     return [strided(tensor.clone().to(device), draw) for tensor in tensors]
 
 
@@ -171,7 +171,7 @@ def test_verify_then_commit_is_plain_decoding(draw: random.Random, device: str) 
 
 
 def test_nothing_accepted_for_a_discarded_step(device: str) -> None:
-    """BC49: accepted = 0 commits nothing (no index -1), next to a request that accepted three."""
+    """Accepted = 0 commits nothing (no index -1), next to a request that accepted three."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, 0, 1, 4, device=device) for _ in range(4)] + [torch.randn(2, 0, 1, device=device)]
     state = torch.randn(3, 1, 4, 4)

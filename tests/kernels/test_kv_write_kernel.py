@@ -40,7 +40,7 @@ def test_equals_reference(draw: random.Random, device: str) -> None:
 
 
 def test_padding_rows_touch_no_slot(device: str) -> None:
-    """BC17: -1 must not be taken as the last slot. BC13: a rank writes its own row only."""
+    """-1 must not be taken as the last slot. A rank writes its own row only."""
     cache = torch.full((5, 16, 6), 7.0, device=device)
     rows = torch.zeros(2, 6, device=device)
     kv_write(rows[:, :4], rows[:, 4:], cache, torch.tensor([0, -1], device=device))

@@ -64,7 +64,7 @@ def test_packed_messages(draw: random.Random, device: str) -> None:
 
 
 def test_empty_shards(device: str) -> None:
-    """BC03, BC05: the garbage of a rank without keys neither wins nor spreads; all ranks empty give 0 and -inf."""
+    """The garbage of a rank without keys neither wins nor spreads; all ranks empty give 0 and -inf."""
 
     def merged(outs, lses):
         out, lse = merge_partials(
@@ -80,7 +80,7 @@ def test_empty_shards(device: str) -> None:
 
 
 def test_logarithms_are_natural(device: str) -> None:
-    """BC07: LSEs 0 and 2 weigh as 1 : e^2; a second change of base would give 2.894."""
+    """LSEs 0 and 2 weigh as 1 : e^2; a second change of base would give 2.894."""
     outs, lses = torch.tensor([1.0, 3.0], device=device), torch.tensor([0.0, 2.0], device=device)
     out, lse = merge_partials(outs.reshape(2, 1, 1, 1), lses.reshape(2, 1, 1))
     assert out.item() == pytest.approx(2.761594, abs=1e-5)
@@ -88,7 +88,7 @@ def test_logarithms_are_natural(device: str) -> None:
 
 
 def test_window_counts_once(device: str) -> None:
-    """BC41: two extra keys held by one rank only: (8 * 1 + 2 * 5) / 10."""
+    """Two extra keys held by one rank only: (8 * 1 + 2 * 5) / 10."""
     outs = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0], device=device).reshape(5, 1, 1, 1)
     lses = torch.tensor([2.0, 2, 2, 2, 2], device=device).log().reshape(5, 1, 1)
     assert merge_partials(outs, lses)[0].item() == pytest.approx(1.8, abs=1e-6)

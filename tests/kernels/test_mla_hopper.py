@@ -171,7 +171,7 @@ def test_reason_on_other_devices() -> None:
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 @pytest.mark.parametrize("width", [1, 8])
 def test_captured_call_follows_device_bounds(hopper: ModuleType, width: int) -> None:
-    """BC43: bounds change between replays, over more splits than some of them fill."""
+    """Bounds change between replays, over more splits than some of them fill."""
     draw = random.Random(width)
     torch.manual_seed(width)
     lengths = [3000, 700]

@@ -72,7 +72,7 @@ def split_choice(draw: random.Random) -> int | None:
 
 @pytest.mark.seeds(30)
 def test_rows(draw: random.Random, device: str) -> None:
-    """Any row -> request map: uniform, ragged (BC39), or without order; bounds of a row may be 0."""
+    """Any row -> request map: uniform, ragged, or without order; bounds of a row may be 0."""
     batch, width, heads = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice(HEADS)
     kind = draw.choice(["uniform", "ragged", "any"])
     requests = [request for request in range(batch) for _ in range(width)]
@@ -137,7 +137,7 @@ def test_nothing_to_do(device: str, batch: int, rows: int, heads: int) -> None:
 
 @pytest.mark.seeds(10)
 def test_sharded_prefix_and_tail_make_dense_attention(draw: random.Random, device: str) -> None:
-    """BC65: every rank's split parts, merged, are the attention over all keys, for any D, I, q, and stale prefix."""
+    """Every rank's split parts, merged, are the attention over all keys, for any D, I, q, and stale prefix."""
     dcp_size, block_size = draw.choice([1, 2, 3, 8]), draw.choice([1, 4, 16])
     interleave = draw.choice([i for i in (1, 4, 16) if block_size % i == 0])
     width, heads, latent, rope = draw.choice([1, 3, 8]), draw.choice([1, 2]), 16, 4
@@ -173,7 +173,7 @@ def test_sharded_prefix_and_tail_make_dense_attention(draw: random.Random, devic
 
 
 def test_row_level_empty_shard(device: str) -> None:
-    """BC69: rank 7 of 16 holds one key, which the first four rows of the verify block must not see."""
+    """Rank 7 of 16 holds one key, which the first four rows of the verify block must not see."""
     torch.manual_seed(0)
     query, cache = torch.randn(8, 3, 20), torch.full((2, 16, 20), math.nan)
     cache[1, 0] = torch.randn(20)
@@ -186,7 +186,7 @@ def test_row_level_empty_shard(device: str) -> None:
 
 
 def test_empty_rank_of_a_ragged_batch(device: str) -> None:
-    """BC63: rows of a request without local keys stay at their places; BC19: rows of length 0 are never NaN."""
+    """Rows of a request without local keys stay at their places; rows of length 0 are never NaN."""
     torch.manual_seed(1)
     cache = torch.full((3, 4, 12), math.nan)
     cache[2, :3] = torch.randn(3, 12)
@@ -257,7 +257,7 @@ def test_full_width(draw: random.Random, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.seeds(3)
 def test_captured_call_follows_device_bounds(draw: random.Random) -> None:
-    """BC43, BC45: bounds change between replays; no launch reads them on the host."""
+    """Bounds change between replays; no launch reads them on the host."""
     call = make_call(draw, 3, 6, 12, torch.float32)
     inputs = call.inputs("cuda")
     requests = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)

@@ -52,7 +52,7 @@ def test_huge_positions(device: str) -> None:
 
 
 def test_bounds_are_localised_per_row(device: str) -> None:
-    """BC01, BC31, BC69: each row's own global length is localised, never an offset subtracted in local space."""
+    """Each row's own global length is localised, never an offset subtracted in local space."""
     table = torch.arange(1, 9, dtype=torch.int32)[None]
 
     def bounds(first, count, block_size, rank, dcp_size):
@@ -76,7 +76,7 @@ def test_rows_of_a_block_see_one_another(device: str) -> None:
 
 
 def test_slots_of_a_sharded_pool(device: str) -> None:
-    """BC09: position 70 of a pool shared by four ranks lies on rank 2 only."""
+    """Position 70 of a pool shared by four ranks lies on rank 2 only."""
     positions = torch.tensor([[70]], device=device)
     table = torch.tensor([[5, 9, 2, 7, 11]], dtype=torch.int32, device=device)
     prefix = torch.tensor([70], device=device)
@@ -85,7 +85,7 @@ def test_slots_of_a_sharded_pool(device: str) -> None:
 
 
 def test_block_past_the_end_writes_nothing(device: str) -> None:
-    """BC61: positions past the last column get no slot; those before it keep theirs."""
+    """Positions past the last column get no slot; those before it keep theirs."""
     positions = torch.arange(1020, 1028, device=device)[None]
     table = torch.arange(1, 17, dtype=torch.int32, device=device)[None]
     slots = step_metadata(positions, table, torch.tensor([1020], device=device), 64, 0, 1, 1)[2].tolist()
@@ -93,7 +93,7 @@ def test_block_past_the_end_writes_nothing(device: str) -> None:
 
 
 def test_rewound_lengths_are_recomputed(device: str) -> None:
-    """BC37: after four rejected drafts the local length follows from the new global length."""
+    """After four rejected drafts the local length follows from the new global length."""
     table = torch.ones(1, 4, dtype=torch.int32, device=device)
     for length, local in ((101, 13), (97, 12)):
         positions = torch.tensor([[length - 1]], device=device)
@@ -103,7 +103,7 @@ def test_rewound_lengths_are_recomputed(device: str) -> None:
 
 @pytest.mark.gpu
 def test_captured_launch_follows_its_inputs() -> None:
-    """BC43: a replay reads what the buffers hold then."""
+    """A replay reads what the buffers hold then."""
     positions = torch.tensor([[5, 6]], device="cuda")
     table = torch.tensor([[3, 4]], dtype=torch.int32, device="cuda")
     prefix = torch.tensor([5], device="cuda")
