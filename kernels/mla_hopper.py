@@ -43,7 +43,7 @@ _MAX_REGISTERS = 128
 _VALUES_REGISTERS = gl.constexpr(160)
 
 
-@gluon.jit(do_not_specialize=["page_lines", "table_stride", "batch", "opaque_zero"])
+@gluon.jit(do_not_specialize=["page_lines", "table_stride", "batch", "most", "even", "opaque_zero"])
 def _mla_hopper(
     q_latent_tiles,
     q_rope_tiles,
@@ -61,6 +61,8 @@ def _mla_hopper(
     table_stride,
     column_stride,
     batch,
+    most,
+    even,
     opaque_zero,
     ROWS: gl.constexpr,  # per request
     BLOCK_ROWS: gl.constexpr,
@@ -72,8 +74,6 @@ def _mla_hopper(
     DIVIDED: gl.constexpr,  # among the programs of axis 1 by lengths, see divide.py for what follows
     TILES: gl.constexpr,
     WIDTH: gl.constexpr,
-    MOST: gl.constexpr,
-    EVEN: gl.constexpr,
     BLOCK_B: gl.constexpr,
     FACTOR: gl.constexpr,
     num_warps: gl.constexpr,
@@ -83,7 +83,7 @@ def _mla_hopper(
     if DIVIDED:
         number = gl.program_id(1)
         blocks, whole, more, chunk = divide(
-            bounds, batch, ROWS if ROW_BOUNDS else 1, BLOCK, TILES, WIDTH, MOST, EVEN,
+            bounds, batch, most, even, ROWS if ROW_BOUNDS else 1, BLOCK, TILES, WIDTH,
             BLOCK_B, BLOCK_ROWS if ROW_BOUNDS else 1, num_warps,
         )  # fmt: skip
         if number >= gl.sum(whole + more, 0):
@@ -185,7 +185,8 @@ def _tiles(tensor: Tensor, columns: int) -> TensorDescriptor:
 def _lines(query: Tensor, batch: int) -> Tensor:
     """Queries ``[T, H, width]`` as ``[B, T / B * H, width]`` that TMA can address; copies where strides forbid it."""
     lines = query.reshape(-1, query.shape[2])
-    addressable = lines.stride(1) == 1 and lines.stride(0) % 8 == 0 and lines.data_ptr() % 16 == 0
+    stride, unit = lines.stride()
+    addressable = unit == 1 and stride >= lines.shape[1] and stride % 8 == 0 and lines.data_ptr() % 16 == 0
     lines = lines if addressable else lines.clone(memory_format=torch.contiguous_format)
     return lines.unflatten(0, (batch, -1))
 
@@ -214,7 +215,7 @@ def _launch(
         raise BackendError(
             f"cache strides {kv_cache.stride()}: lines must be dense, 16-byte aligned, and pages whole lines apart"
         )
-    if batch and rows % batch:
+    if rows % batch if batch else rows:
         raise BackendError(f"{rows} rows for {batch} requests: every request must have the same number of rows")
 
     out = q_latent.new_empty(q_latent.shape)
@@ -260,6 +261,8 @@ def _launch(
         page_lines,
         *block_table.stride(),
         batch,
+        most,
+        even,
         0,
         ROWS=rows // batch,
         BLOCK_ROWS=triton.next_power_of_2(rows // batch),
@@ -271,8 +274,6 @@ def _launch(
         DIVIDED=divided,
         TILES=tiles,
         WIDTH=at_once,
-        MOST=most,
-        EVEN=even,
         BLOCK_B=triton.next_power_of_2(batch),
         FACTOR=scale * LOG2_E,
         num_warps=4,

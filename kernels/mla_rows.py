@@ -97,7 +97,7 @@ def _mla(
         start, aligned = 0, 0
         if starts is not None:
             start = tl.load(starts + current)
-            aligned = start // BLOCK_N * BLOCK_N  # the keys before it are there, and masked
+            aligned = start // BLOCK_N * BLOCK_N
         share = tl.cdiv(tl.cdiv(tl.maximum(longest - aligned, 0), tl.num_programs(1)), BLOCK_N) * BLOCK_N
         low = aligned + tl.program_id(1) * share
         high = tl.minimum(low + share, longest)
@@ -111,18 +111,19 @@ def _mla(
                 page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < high, other=0)
                 base = kv_cache
                 line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
-            # Unwritten cache rows may hold NaN, so what lies past the bound is not loaded.
-            k = tl.load(base + (line + c[None, :]), mask=(n < high)[:, None] & (c < LATENT)[None, :], other=0.0)
+            # What no row sees may hold NaN, and is not loaded.
+            there = (n >= start) & (n < high)
+            k = tl.load(base + (line + c[None, :]), mask=there[:, None] & (c < LATENT)[None, :], other=0.0)
             k = k.to(ql.dtype)
             score = tl.dot(ql, tl.trans(k), input_precision="ieee")
             if ROPE > 0:
                 kr = tl.load(
                     base + (line + (LATENT + d)[None, :]),
-                    mask=(n < high)[:, None] & (d < ROPE)[None, :],
+                    mask=there[:, None] & (d < ROPE)[None, :],
                     other=0.0,
                 )
                 score = tl.dot(qr, tl.trans(kr.to(qr.dtype)), score, input_precision="ieee")
-            visible = (n[None, :] < seen[:, None]) & ((n >= start) & (n < high))[None, :]
+            visible = (n[None, :] < seen[:, None]) & there[None, :]
             score = tl.where(visible, score * factor, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -141,19 +142,20 @@ def _mla(
     tl.store(lse + target, tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf")), mask=live)
 
 
-def _tile(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:
+def tile_of(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:
     """The tile for ``pairs`` (row, head) pairs, or the largest that the device has the shared memory for.
 
-    A tile holds its queries and two stages of keys, ``width`` numbers each. Larger ones, and float32 in any but the
-    smallest, run out of registers.
+    A tile holds its queries and two stages of keys, ``width`` numbers each; one stage where two do not fit into the
+    smallest. Larger ones, and float32 in any but the smallest, run out of registers.
     """
-    if q_latent.dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=2)
-    limit = device.shared_memory(q_latent.device)
-    for block_m, num_warps in ((64, 8), (32, 8)):
-        if pairs > block_m // 2 and (block_m + 2 * 32) * width * q_latent.element_size() <= limit:
-            return dict(BLOCK_M=block_m, BLOCK_N=32, num_warps=num_warps, num_stages=2)
-    return dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=2)
+    exact = q_latent.dtype == torch.float32
+    block_n = 16 if exact else 32
+    limit, line = device.shared_memory(q_latent.device), width * q_latent.element_size()
+    for block_m, num_warps in () if exact else ((64, 8), (32, 8)):
+        if pairs > block_m // 2 and (block_m + 2 * block_n) * line <= limit:
+            return dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, num_stages=2)
+    stages = 2 if (16 + 2 * block_n) * line <= limit else 1
+    return dict(BLOCK_M=16, BLOCK_N=block_n, num_warps=4, num_stages=stages)
 
 
 def attend(
@@ -182,7 +184,7 @@ def attend(
     group_rows = max(rows // block_table.shape[0], 1)
     pairs = group_rows * heads
     most_pairs = 64 if kv_cache.dtype == q_latent.dtype else 32  # converting keys takes registers
-    tile = _tile(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
+    tile = tile_of(min(pairs, most_pairs), kv_cache.shape[2], q_latent)
     tiles = triton.cdiv(rows, group_rows) * triton.cdiv(pairs, tile["BLOCK_M"])
     if splits is None:
         keys = keys or block_table.shape[1] * kv_cache.shape[1]

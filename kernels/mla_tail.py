@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import device
-from .mla_rows import LN_2, LOG2_E, attend
+from .mla_rows import LN_2, LOG2_E, attend, tile_of
 
 _FEW_KEYS = 128  # one launch without splits is fastest for up to about 64 of them
 _CHUNKS = 4
@@ -75,7 +75,7 @@ def _tail(
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # running maximum, in units of log 2
     total = tl.zeros([BLOCK_H], tl.float32)
     table_row = block_table + request * table_stride_b
-    for key in range(start // BLOCK_N * BLOCK_N, bound, BLOCK_N):  # the keys before the start are there, and masked
+    for key in range(start // BLOCK_N * BLOCK_N, bound, BLOCK_N):
         n = key + tl.arange(0, BLOCK_N)
         if PAGE % BLOCK_N == 0:  # the block lies in one page
             base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
@@ -84,8 +84,9 @@ def _tail(
             page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < bound, other=0)
             base = kv_cache
             line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
-        # Unwritten cache rows may hold NaN, so what lies past the bound is not loaded.
-        there = (n < bound)[:, None]
+        # What is not seen may hold NaN, and is not loaded.
+        seen = (n >= start) & (n < bound)
+        there = seen[:, None]
         kl = ()
         for i in tl.static_range(CHUNKS):
             column = (i * CHUNK + c)[None, :]
@@ -97,7 +98,7 @@ def _tail(
         if ROPE > 0:
             kr = tl.load(base + line + (LATENT + d)[None, :], mask=there & (d < ROPE)[None, :], other=0.0)
             score += tl.dot(qr, tl.trans(kr.to(qr.dtype)), input_precision="ieee")
-        score = tl.where(((n >= start) & (n < bound))[None, :], score * (SCALE * LOG2_E * KV_SCALE), float("-inf"))
+        score = tl.where(seen[None, :], score * (SCALE * LOG2_E * KV_SCALE), float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(score - shift[:, None])
@@ -148,9 +149,11 @@ def mla_tail(
     if rows * heads == 0:
         return out, lse
     # The smallest tiles, as long as they do not queue.
-    small = rows * heads <= 16 * device.multiprocessors(q_latent.device) or heads <= 16
-    exact = q_latent.dtype == torch.float32
-    block_h = 16 if small or exact else 32
+    few = rows * heads <= 16 * device.multiprocessors(q_latent.device)
+    tile = tile_of(16 if few else min(heads, 32), kv_cache.shape[2], q_latent)
+    if kv_cache.dtype != q_latent.dtype:
+        tile["num_warps"] = 8  # converting keys takes registers
+    block_h = tile.pop("BLOCK_M")
     chunk = max(16, triton.next_power_of_2(triton.cdiv(latent, _CHUNKS)))
     _tail[(rows * triton.cdiv(heads, block_h),)](
         q_latent,
@@ -174,11 +177,9 @@ def mla_tail(
         ROPE=q_rope.shape[2],
         PAGE=kv_cache.shape[1],
         BLOCK_H=block_h,
-        BLOCK_N=16 if exact else 32,
         CHUNK=chunk,
         CHUNKS=triton.cdiv(latent, chunk),
         BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
-        num_warps=4 if block_h == 16 else 8,
-        num_stages=2,
+        **tile,
     )
     return out, lse

@@ -32,7 +32,7 @@ def divided(lengths: list[int], tiles: int, width: int, rows: int = 1) -> tuple[
     parts = torch.full((batch, 2), -7, dtype=torch.int32)
     power = triton.next_power_of_2
     division = divide.divide(
-        Pointer(bounds), batch, rows, KEYS, tiles, width, most, even, power(batch), power(rows), 4
+        Pointer(bounds), batch, most, even, rows, KEYS, tiles, width, power(batch), power(rows), 4
     )  # fmt: skip
     count = int((division[1] + division[2]).sum())
     assert count <= most + batch

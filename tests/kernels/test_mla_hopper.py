@@ -150,15 +150,16 @@ def test_nothing_to_do(device: str, hopper: ModuleType) -> None:
         (dict(page=48), "block_size 48 is not a multiple of 64"),
         (dict(dtype=torch.float32), "both must be bfloat16 or both float16"),
         (dict(rows=3), "3 rows for 2 requests: every request must have the same number"),
+        (dict(batch=0), "2 rows for 0 requests: every request must have the same number"),
         (dict(line=580), "lines must be dense, 16-byte aligned"),
     ],
 )
 def test_refusals(hopper: ModuleType, change: dict, message: str) -> None:
-    case = dict(latent=512, page=64, dtype=torch.float16, rows=2, line=None) | change
+    case = dict(latent=512, page=64, dtype=torch.float16, rows=2, batch=2, line=None) | change
     latent, rows = case["latent"], case["rows"]
     query = torch.zeros(rows, 3, latent + 64, dtype=case["dtype"])
     cache = torch.zeros(2, case["page"], case["line"] or latent + 64, dtype=case["dtype"])[..., : latent + 64]
-    table, per_row = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    table, per_row = torch.zeros(case["batch"], 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     with pytest.raises(BackendError, match=message):
         hopper.mla_rows(query[..., :latent], query[..., latent:], cache, table, per_row, per_row, SCALE)
 

@@ -116,6 +116,20 @@ def test_tail(monkeypatch, draw: random.Random, device: str) -> None:
     check(got, mla.attend_tail(*call.exact(), requests, starts, bounds, call.scale), dtype)
 
 
+@pytest.mark.parametrize("keys", [0, 1000])
+def test_keys_before_the_tail_are_not_read(device: str, keys: int) -> None:
+    """What was never written there may be NaN, in the block where the tail starts as well."""
+    query, cache = torch.randn(1, 3, 48), torch.full((2, 64, 48), math.nan)
+    cache[1, 20:40] = torch.randn(20, 48)
+    table, requests = torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    starts, bounds = torch.tensor([20], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    metadata = table, requests, starts, bounds
+    call = query[..., :32], query[..., 32:], cache
+    got = mla_tail(*(t.to(device) for t in (*call, *metadata)), 0.3, keys=keys)
+    want = mla.attend_tail(*(t.nan_to_num().double() for t in call), *metadata, 0.3)
+    check(got, want, torch.float32)
+
+
 @pytest.mark.seeds(1)
 def test_96_heads(draw: random.Random, device: str) -> None:
     """96 heads fill one and a half tiles of 64; rows of a request share tiles."""
