@@ -67,6 +67,8 @@ def optimize(
         UnsupportedModelError, CaptureError, MatchError: the model cannot be optimised; it is unchanged.
         ConfigError, BackendError: the settings cannot be met; the model is unchanged.
         RankError: the ranks hold different models or settings.
+
+    Weights keep their values whatever happens; some may lie elsewhere in memory once everything has been compiled.
     """
     settings = DCPConfig() if config is None else config
     if not isinstance(settings, DCPConfig):

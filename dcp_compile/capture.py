@@ -59,6 +59,13 @@ class StateRef:
     kind: str
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Parameters ``[n_i, K]`` that a step reads as one ``[sum of n_i, K]``, which lowering makes of them."""
+
+    parts: tuple[nn.Parameter, ...]
+
+
 @dataclass
 class StepGraph:
     """A captured step and what each of its placeholders stands for.
@@ -68,7 +75,8 @@ class StepGraph:
         step_inputs: placeholder -> name in STEP_INPUTS.
         states: placeholder -> the layer state it stands for; ``meta["val"]`` describes the tensor to allocate once the
             passes have run.
-        constants: placeholder -> parameter or buffer of the model, or, made by the absorb pass, some rows of one.
+        constants: placeholder -> parameter or buffer, the model's own object; or, made by the absorb pass, some rows of
+            one; or, made by the join pass and there until the graph is lowered, several parameters.
         outputs: names of the graph outputs: "logits", then the extra ones.
         model: class of the model, for messages.
         prologue: metadata graph, made by the hoist pass; its outputs feed the body's last placeholders.
@@ -82,7 +90,7 @@ class StepGraph:
     module: fx.GraphModule
     step_inputs: dict[fx.Node, str]
     states: dict[fx.Node, StateRef]
-    constants: dict[fx.Node, Tensor]
+    constants: dict[fx.Node, Tensor | Joined]
     outputs: tuple[str, ...]
     model: str
     prologue: fx.GraphModule | None = None
@@ -366,7 +374,7 @@ def _trace(
         module,
         step_inputs={next(remaining): name for name in stand_ins.inputs},
         states={next(remaining): ref for ref in stand_ins.states},
-        constants={next(remaining): tensor.detach() for tensor in constants.values()},
+        constants={next(remaining): tensor for tensor in constants.values()},
         outputs=outputs,
         model=type(model).__name__,
     )

@@ -95,8 +95,8 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
     states = allocate_states(list(graphs.values()))
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, device)
-    programs = {verify: lower(graph, states, regions) for verify, graph in graphs.items()}
     plans = _plans(captured, context, requirements, config)
+    programs = dict(zip(graphs, lower(list(graphs.values()), states, regions)))
     if requirements.cuda_graphs:
         programs = _captured(programs, plans, config, parallel, device)
     else:
@@ -169,8 +169,8 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, engine.device)
-    block = lower(captured, states, regions)
     plans = _plans(captured, context, requirements, config)
+    (block,) = lower([captured], states, regions)
     if requirements.cuda_graphs:
         columns, pool = table_columns(config, parallel.dcp_size), torch.cuda.graph_pool_handle()
         batches = buckets(config.max_batch_size)
@@ -347,7 +347,7 @@ def _open_exchange(
     rows = config.max_batch_size * (config.num_speculative_tokens + 1)
     return open_exchange(
         parallel.dcp_group,
-        next(iter(graph.constants.values())).device,
+        graph.sites[0].query.meta["val"].device,
         config.exchange,
         rows,
         graph.sites[0].own_heads,

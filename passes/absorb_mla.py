@@ -103,7 +103,7 @@ def _own_weight(graph: StepGraph, site: MLASite, context: PassContext) -> fx.Nod
     own = slice(context.rank * rows, (context.rank + 1) * rows)
     with value(site.weight).fake_mode:
         node.meta["val"] = value(site.weight)[own]
-    graph.constants[node] = graph.constants[site.weight][own]
+    graph.constants[node] = graph.constants[site.weight].detach()[own]
     return node
 
 

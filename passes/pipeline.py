@@ -14,11 +14,11 @@ from torch import fx
 from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError
 
-from . import absorb_mla, cleanup, hoist_metadata, insert_kv_write, lower_kda, match_mla, shard_dcp
+from . import absorb_mla, cleanup, hoist_metadata, insert_kv_write, join_projections, lower_kda, match_mla, shard_dcp
 from .context import PassContext, PassResult
 from .graph_tools import census
 
-PASSES = (match_mla, absorb_mla, insert_kv_write, shard_dcp, lower_kda, hoist_metadata, cleanup)
+PASSES = (match_mla, absorb_mla, insert_kv_write, shard_dcp, lower_kda, hoist_metadata, join_projections, cleanup)
 """Each module has ``run(graph, context) -> PassResult`` and ``check(graph, context)``, its post-condition."""
 
 

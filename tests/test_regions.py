@@ -240,7 +240,7 @@ def test_inductor_runs_regions_for_any_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize("shallow, deep", [
-    (lambda: tiny_deepseek_v3(3), lambda: tiny_deepseek_v3(5)),
+    (lambda: tiny_deepseek_v3(4), lambda: tiny_deepseek_v3(6)),  # of three layers, each is followed by another kind
     (lambda: tiny_kimi_linear(4), lambda: tiny_kimi_linear(6)),
 ], ids=["deepseek_v3", "kimi_linear"])  # fmt: skip
 def test_deeper_models_have_more_regions_but_no_other_ones(shallow, deep, monkeypatch) -> None:

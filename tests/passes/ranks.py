@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from dcp_compile.capture import StepGraph, capture
 from dcp_compile.layout import pages_needed
-from dcp_compile.lower import allocate_states
+from dcp_compile.lower import allocate_states, join_weights
 from dcp_compile.passes import PASSES, PassContext, run_passes
 
 c10d = torch.ops._c10d_functional
@@ -84,6 +84,8 @@ class Group:
                     forms[True] = forms[False]  # nothing to roll back: it is the same graph
                     break
             self.graphs.append(forms)
+        for graph in {id(graph): graph for forms in self.graphs for graph in forms.values()}.values():
+            join_weights(graph)
         self.states = [allocate_states(list(forms.values())) for forms in self.graphs]
         for states in self.states:
             for ref, tensor in states.items():
