@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from types import ModuleType
 
 import torch
@@ -86,6 +87,22 @@ __all__ = [
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def functional_call(model: nn.Module, weights: dict[str, torch.Tensor], options: dict[str, object]) -> object:
+    """``model(**options)`` with ``weights`` in place of the parameters and buffers of these names, tied ones included.
+
+    torch's own search for tied weights leaves a replacement behind in a module that has two paths (torch 2.13), so
+    every place is named here, once.
+    """
+    names = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    places = {
+        f"{path}.{attribute}".removeprefix("."): weights[names[id(tensor)]]
+        for path, module in model.named_modules()
+        for attribute, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None
+    }
+    return torch.func.functional_call(model, places, kwargs=options, tie_weights=False)
 
 
 class Fakes:

@@ -353,7 +353,7 @@ def _trace(
         )
         ids, positions = inputs["input_ids"][:, None], inputs["row_positions"][:, None]
         call = {"input_ids": ids, "position_ids": positions, _compat.cache_argument(model): cache, **options}
-        out = torch.func.functional_call(model, weights, kwargs=call | {"use_cache": True})
+        out = _compat.functional_call(model, weights, call | {"use_cache": True})
         return tuple(getattr(out, name)[:, 0] for name in outputs)
 
     try:

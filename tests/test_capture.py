@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
 from dcp_compile._compat import get_implementations
@@ -210,3 +211,26 @@ def test_markers_do_not_leak_into_other_models(hybrid) -> None:
         logits = model(torch.tensor([[3, 4, 5]]), use_cache=False).logits
     assert logits.isfinite().all()
     assert sum(count for name, count in census(hybrid[1].graph).items() if name.startswith("dcp::mark")) == 4
+
+
+class _Adapted(nn.Module):
+    """A projection and a low-rank one beside it, whose first half it shares with another."""
+
+    def __init__(self, base: nn.Linear, down: nn.Linear):
+        super().__init__()
+        self.base, self.down = base, down
+        self.up = nn.Linear(down.out_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_module_with_two_paths_keeps_its_parameters() -> None:
+    model = tiny_deepseek_v3(1, first_k_dense_replace=1)
+    mlp = model.model.layers[0].mlp
+    down = nn.Linear(mlp.gate_proj.in_features, 3, bias=False)
+    mlp.gate_proj, mlp.up_proj = _Adapted(mlp.gate_proj, down), _Adapted(mlp.up_proj, down)
+    before = state_of(model)
+    graph = capture(model)
+    assert changes(before, state_of(model)) == []
+    assert sum(constant is down.weight for constant in graph.constants.values()) == 1
