@@ -56,7 +56,8 @@ def join_weights(graph: StepGraph) -> None:
 
     Where they are already, this changes nothing. Else the parameters stay the same objects with the same values, and
     their old storages go, so that no more than the parameters of one product are held twice at a time. Each parameter
-    has a storage of its own, over its rows: what saves a model tells by storages which tensors are one.
+    has a storage of its own, over its rows: what saves a model tells by storages which tensors are one. All other
+    constants become plain tensors: programs hold values, not the model's objects.
     """
     moved = False
     for node, constant in graph.constants.items():
@@ -65,6 +66,8 @@ def join_weights(graph: StepGraph) -> None:
             if whole is None:
                 moved, whole = True, _join(constant.parts)
             graph.constants[node] = whole
+        else:
+            graph.constants[node] = constant.detach()
     if moved and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old storages, for allocations that do not come from PyTorch
 
@@ -112,5 +115,5 @@ def _reader(
     if node in graph.step_inputs:
         name, device = graph.step_inputs[node], node.meta["val"].device
         return lambda inputs: inputs[name].to(device)
-    tensor = states[graph.states[node]] if node in graph.states else graph.constants[node].detach()
+    tensor = states[graph.states[node]] if node in graph.states else graph.constants[node]
     return lambda inputs: tensor

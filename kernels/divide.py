@@ -41,8 +41,7 @@ def _cost(blocks, inside, chunk, longest, programs, TILES: gl.constexpr, WIDTH: 
 
     Whole chunks run in waves. What is left goes where the last of them leaves room if it fits there, and else makes all
     end at the same time; by how much programs miss that (half a piece, a quarter of the mean and the largest one) was
-    fitted to a simulation: over random lengths the choice takes 3 % longer than the
-    best size, in one case of twenty 15 %.
+    fitted to a simulation: over random lengths the choice takes 3 % longer than the best size, in one case of twenty 15 %.
     """
     whole = blocks // chunk
     left = blocks - whole * chunk

@@ -98,7 +98,8 @@ def merge_options(few: bool, latent: int, parts: int) -> dict[str, int]:
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge ``outs [N, T, H, R]``, ``lses [N, T, H]`` (any strides) into contiguous ``out [T, H, R]``, ``lse [T, H]``.
 
-    Parts with LSE -inf, +inf or NaN do not count, whatever their output is. The type of ``out`` may differ from that of ``outs``.
+    Parts with LSE -inf, +inf or NaN do not count, whatever their output is. The type of ``out`` may differ from that of
+    ``outs``.
     """
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:

@@ -16,6 +16,39 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def key_lines(
+    kv_cache, table_row, key, n, end, page_stride, token_stride, table_stride_w, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Where keys ``n`` lie, which are BLOCK_N from ``key`` on: a pointer, and offsets ``[BLOCK_N, 1]`` from it. The pages of
+    keys from ``end`` on are not looked up."""
+    if PAGE % BLOCK_N == 0:  # the block lies in one page
+        base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
+        line = (n % PAGE * token_stride)[:, None]
+    else:
+        page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < end, other=0)
+        base = kv_cache
+        line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
+    return base, line
+
+
+@triton.jit
+def softmax_step(score, top, total):
+    """One block of a running softmax, in units of log 2: P, what earlier blocks are to be multiplied by, maximum and sum."""
+    new_top = tl.maximum(top, tl.max(score, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(score - shift[:, None])
+    decay = tl.exp2(top - shift)
+    return p, decay, new_top, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def log_sum(top, total):
+    """Natural logarithm of what was summed; -inf where nothing was."""
+    some = total > 0
+    return tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["rows", "group_rows"])
 def _mla(
     q_latent,
@@ -104,13 +137,9 @@ def _mla(
         table_row = block_table + tl.cast(current, tl.int64) * table_stride_b
         for key in range(low, high, BLOCK_N):
             n = key + tl.arange(0, BLOCK_N)
-            if PAGE % BLOCK_N == 0:  # the block lies in one page
-                base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
-                line = (n % PAGE * token_stride)[:, None]
-            else:
-                page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < high, other=0)
-                base = kv_cache
-                line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
+            base, line = key_lines(
+                kv_cache, table_row, key, n, high, page_stride, token_stride, table_stride_w, PAGE, BLOCK_N
+            )
             # What no row sees may hold NaN, and is not loaded.
             there = (n >= start) & (n < high)
             k = tl.load(base + (line + c[None, :]), mask=there[:, None] & (c < LATENT)[None, :], other=0.0)
@@ -125,13 +154,8 @@ def _mla(
                 score = tl.dot(qr, tl.trans(kr.to(qr.dtype)), score, input_precision="ieee")
             visible = (n[None, :] < seen[:, None]) & there[None, :]
             score = tl.where(visible, score * factor, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(score - shift[:, None])
-            decay = tl.exp2(top - shift)
-            total = total * decay + tl.sum(p, 1)
+            p, decay, top, total = softmax_step(score, top, total)
             acc = tl.dot(p.to(k.dtype), k, acc * decay[:, None], input_precision="ieee")
-            top = new_top
 
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None] * KV_SCALE
@@ -139,7 +163,7 @@ def _mla(
     if SPLIT:
         latent_mask = latent_mask & some[:, None]  # the merge does not use an empty part
     tl.store(out + target[:, None] * LATENT + c[None, :], acc.to(out.dtype.element_ty), mask=latent_mask)
-    tl.store(lse + target, tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf")), mask=live)
+    tl.store(lse + target, log_sum(top, total), mask=live)
 
 
 def tile_of(pairs: int, width: int, q_latent: Tensor) -> dict[str, int]:

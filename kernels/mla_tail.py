@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import device
-from .mla_rows import LN_2, LOG2_E, attend, tile_of
+from .mla_rows import LOG2_E, attend, key_lines, log_sum, softmax_step, tile_of
 
 _FEW_KEYS = 128  # one launch without splits is fastest for up to about 64 of them
 _CHUNKS = 4
@@ -77,13 +77,9 @@ def _tail(
     table_row = block_table + request * table_stride_b
     for key in range(start // BLOCK_N * BLOCK_N, bound, BLOCK_N):
         n = key + tl.arange(0, BLOCK_N)
-        if PAGE % BLOCK_N == 0:  # the block lies in one page
-            base = kv_cache + tl.load(table_row + key // PAGE * table_stride_w).to(tl.int64) * page_stride
-            line = (n % PAGE * token_stride)[:, None]
-        else:
-            page = tl.load(table_row + n // PAGE * table_stride_w, mask=n < bound, other=0)
-            base = kv_cache
-            line = (page.to(tl.int64) * page_stride + n % PAGE * token_stride)[:, None]
+        base, line = key_lines(
+            kv_cache, table_row, key, n, bound, page_stride, token_stride, table_stride_w, PAGE, BLOCK_N
+        )
         # What is not seen may hold NaN, and is not loaded.
         seen = (n >= start) & (n < bound)
         there = seen[:, None]
@@ -99,26 +95,19 @@ def _tail(
             kr = tl.load(base + line + (LATENT + d)[None, :], mask=there & (d < ROPE)[None, :], other=0.0)
             score += tl.dot(qr, tl.trans(kr.to(qr.dtype)), input_precision="ieee")
         score = tl.where(seen[None, :], score * (SCALE * LOG2_E * KV_SCALE), float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(score - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(p, 1)
+        p, decay, top, total = softmax_step(score, top, total)
         old, acc = acc, ()
         for i in tl.static_range(CHUNKS):
             rescaled = old[i] * decay[:, None]
             acc = acc + (tl.dot(p.to(kl[i].dtype), kl[i], rescaled, input_precision="ieee"),)
-        top = new_top
 
-    some = total > 0
-    weight = (KV_SCALE / tl.where(some, total, 1.0))[:, None]
+    weight = (KV_SCALE / tl.where(total > 0, total, 1.0))[:, None]
     item = row * HEADS + head
     for i in tl.static_range(CHUNKS):
         column = (i * CHUNK + c)[None, :]
         mask = live if whole else live & (column < LATENT)
         tl.store(out + item[:, None] * LATENT + column, (acc[i] * weight).to(out.dtype.element_ty), mask=mask)
-    logs = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
-    tl.store(lse + item, logs, mask=head < HEADS)
+    tl.store(lse + item, log_sum(top, total), mask=head < HEADS)
 
 
 def mla_tail(

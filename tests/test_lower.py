@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -126,6 +127,15 @@ def test_all_programs_and_engines_of_a_model_read_the_same_memory(model: nn.Modu
     dcp_compile.unoptimize(model)
     dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=0))
     assert addresses(model.parameters()) == first and bytes_of_storages(model.parameters()) == size
+    del engine, others
+
+
+def test_joined_weights_are_found_again_as_long_as_a_program_reads_them(model: nn.Module) -> None:
+    engine, _ = compile_graph(capture(model), CONFIG, ParallelLayout())
+    gc.collect()  # the graph and the report are gone
+    first = addresses(model.parameters())
+    others = compile_graph(capture(model), CONFIG, ParallelLayout())
+    assert addresses(model.parameters()) == first
     del engine, others
 
 
