@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from dcp_compile.capture import StepGraph, capture
@@ -24,6 +25,7 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits that rounding may cause."""
 
 _CLEAR = 1e-3  # gap between the two best logits below which a greedy token would depend on rounding
+_CLEAR_CHOICE = 1e-5  # the same between the last expert that a router takes and the first that it leaves
 
 
 def calm_kimi_k3(layers: int = 5, **settings: Any) -> Any:
@@ -117,19 +119,53 @@ class Reference:
 def decode_by_transformers(model: Any, lengths: Sequence[int], steps: int, seed: int) -> Reference:
     """Random prompts of the given lengths and their greedy continuations, by ``model.generate()``.
 
-    A prompt on whose way two tokens are nearly tied is replaced: its greedy tokens would prove nothing.
+    A prompt on whose way two tokens, or two experts of a router, are nearly tied is replaced: its greedy tokens would
+    prove nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     while len(found) < len(lengths):
         rows = [row for row in range(len(lengths)) if row not in found]
         prompts = [torch.randint(3, VOCAB, (lengths[row],), generator=generator) for row in rows]
-        tokens, logits = _generate(model, prompts, steps)
+        with _Choices(lengths=[len(prompt) for prompt in prompts]) as choices:
+            tokens, logits = _generate(model, prompts, steps)
         best = logits.topk(2, dim=-1).values
-        clear = (best[..., 0] - best[..., 1] > _CLEAR).all(dim=1)
+        clear = (best[..., 0] - best[..., 1] > _CLEAR).all(dim=1) & (choices.least_gap > _CLEAR_CHOICE)
         found |= {row: (prompts[i], tokens[i], logits[i]) for i, row in enumerate(rows) if clear[i]}
     ordered = [found[row] for row in range(len(lengths))]
     return Reference([row[0] for row in ordered], *(torch.stack([row[part] for row in ordered]) for part in (1, 2)))
+
+
+class _Choices(TorchFunctionMode):
+    """Watches every ``topk`` of a model that runs left-padded prompts of the given lengths.
+
+    Attributes:
+        least_gap: ``[rows]`` on the CPU, between the least value taken and the greatest left, over all tokens but padding.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__()
+        self._lengths = torch.tensor(lengths)
+        self.least_gap = torch.full((len(lengths),), torch.inf)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, Tensor.topk):
+            self._watch(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _watch(self, values: Tensor, k: int, dim: int = -1, **_: Any) -> None:
+        values = values.movedim(dim, -1)
+        if k == values.shape[-1]:
+            return
+        border = values.topk(k + 1).values[..., k - 1 :].float().cpu()
+        # Values that are masked out on both sides of the border are no choice.
+        gap = (border[..., 0] - border[..., 1]).nan_to_num(nan=torch.inf).reshape(len(self._lengths), -1)
+        tokens = values.shape[0] // len(self._lengths)
+        gap = gap.unflatten(1, (tokens, -1)).amin(dim=2)
+        if tokens > 1:
+            padding = torch.arange(tokens) < (tokens - self._lengths)[:, None]
+            gap = gap.masked_fill(padding, torch.inf)
+        self.least_gap = torch.minimum(self.least_gap, gap.amin(dim=1))
 
 
 def _generate(model: Any, prompts: list[Tensor], steps: int) -> tuple[Tensor, Tensor]:
