@@ -164,6 +164,8 @@ def _mla_hopper(
     plan = (first, blocks)
     line = request * total_pairs + pair0
     results = (out, lse, line, part_out, part_lse, part * total_pairs + pair0, pairs)
+    # The partitions' arguments are handed over in the memory of the reductions above, which every warp must have read.
+    gl.thread_barrier()
     gl.warp_specialize(
         [
             (scores, (buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR)),

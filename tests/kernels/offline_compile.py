@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for Hopper as their launchers would, on a machine without a GPU.
 
-Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared"}``. ``stack`` is bytes of
-local memory per thread: spilled registers. It runs in a process of its own because the other kernel tests interpret
-Triton.
+Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared", "ordered"}``. ``stack`` is
+bytes of local memory per thread: spilled registers. ``ordered``: see :func:`_ordered`. It runs in a process of its own
+because the other kernel tests interpret Triton.
 """
 
 from __future__ import annotations
@@ -61,6 +61,16 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing).groups()
     return int(registers), int(stack)
+
+
+def _ordered(ptx: str) -> bool:
+    """Whether a barrier lies between a kernel's last read of shared memory and the start of its partitions, if any.
+
+    Their arguments may be stored where other warps still read the result of a reduction; the compiler does not see that.
+    """
+    before, start, _ = ptx.partition("barrier.sync")
+    reads = [match.end() for match in re.finditer(r"\bld\.shared", before)]
+    return not (start and reads) or "bar.sync" in before[reads[-1] :]
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -176,8 +186,10 @@ def main() -> None:
         launch()
         for name, kernel in compiled:
             registers, stack = _resources(kernel.asm["cubin"])
-            shared = kernel.metadata.shared
-            report.append(dict(case=case, kernel=name, registers=registers, stack=stack, shared=shared))
+            shared, ordered = kernel.metadata.shared, _ordered(kernel.asm["ptx"])
+            report.append(
+                dict(case=case, kernel=name, registers=registers, stack=stack, shared=shared, ordered=ordered)
+            )
     print(json.dumps(report))
 
 

@@ -43,3 +43,4 @@ def test_resources() -> None:
         allowed = PORTABLE_SPILLS.get(entry["case"], 0) if entry["kernel"] == "_mla" else 0
         assert entry["stack"] <= allowed, entry
         assert entry["shared"] <= SHARED_LIMIT, entry
+        assert entry["ordered"], entry
