@@ -18,7 +18,6 @@ from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
 from .parallel.agreement import check_agreement
 from .parallel.shard import shard_of, take_part, weights_facts
-from .passes.fingerprint import graph_fingerprint
 from .runtime.draft import DraftEngine
 
 
@@ -89,7 +88,6 @@ def optimize(
     try:
         taps = tap_layers(model, draft) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
-        check_agreement(parallel.replica, {"graph": graph_fingerprint(report.graph)})
         attach(model, engine)
     except BaseException:
         restore()

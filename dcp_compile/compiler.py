@@ -19,9 +19,11 @@ from .config import DCPConfig
 from .errors import BackendError, ConfigError, UnsupportedModelError
 from .lower import StepProgram, allocate_states, lower
 from .parallel import ParallelLayout
+from .parallel.agreement import check_graphs
 from .parallel.peers import ExchangePath, open_exchange
 from .parallel.shard import shard_of
 from .passes import PASSES, PassContext, PassResult, run_passes
+from .passes.fingerprint import graph_fingerprint
 from .regions import RegionCompiler
 from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
@@ -67,6 +69,7 @@ def compile_model(
         CaptureError, MatchError: the model cannot be compiled; nothing was changed.
         UnsupportedModelError: it has no MLA layer.
         BackendError: no attention backend can serve it; the reasons are listed.
+        RankError: the ranks would run different graphs.
     """
     captured = capture(model, ("taps",), tap_layers=tap_layers) if tap_layers else capture(model)
     if not any(ref.kind == "kv_cache" for ref in captured.states.values()):
@@ -92,6 +95,8 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         rewritten = run_passes(graphs[verify], dataclasses.replace(context, verify=verify), PASSES[1:])
         if not verify:
             matched += rewritten
+    prints = {"verify graph" if verify else "graph": graph_fingerprint(graph) for verify, graph in graphs.items()}
+    check_graphs(parallel.replica, prints)
     states = allocate_states(list(graphs.values()))
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, device)
@@ -131,7 +136,7 @@ def compile_draft(
         draft: the draft, in eval mode on the target's device. target: gives embedding and output head.
 
     Raises:
-        CaptureError, MatchError, BackendError: as :func:`compile_model`, for the draft.
+        CaptureError, MatchError, BackendError, RankError: as :func:`compile_model`, for the draft.
     """
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
     if draft.replicated_cache:
@@ -166,6 +171,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     if config.draft_window is not None:
         context = _windowed(context, config.draft_window)
     results += run_passes(captured, context, PASSES[1:])
+    check_graphs(parallel.replica, {"draft's graph": graph_fingerprint(captured)})
     states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, engine.device)

@@ -9,13 +9,17 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from ..errors import RankError
 from .failures import answering_ranks
 
 
-def check_agreement(group: dist.ProcessGroup | None, facts: Mapping[str, object]) -> None:
+REMEDY = "all ranks must load the same checkpoint and pass the same settings and inputs"
+
+
+def check_agreement(group: dist.ProcessGroup | None, facts: Mapping[str, object], remedy: str = REMEDY) -> None:
     """Compare ``facts`` over the ranks of ``group``; None is a group of one rank.
 
     Raises:
@@ -33,8 +37,18 @@ def check_agreement(group: dist.ProcessGroup | None, facts: Mapping[str, object]
             found = gathered[ranks.index(odd[0])][name]
             raise RankError(
                 f"rank {', '.join(map(str, odd))} disagrees with rank {ranks[0]} on {name}: {found!r} instead of {wanted!r}; "
-                "all ranks must load the same checkpoint and pass the same settings and inputs"
+                f"{remedy}"
             )
+
+
+def check_graphs(group: dist.ProcessGroup | None, fingerprints: Mapping[str, str]) -> None:
+    """As :func:`check_agreement`, for the graphs of models whose weights and settings are known to agree."""
+    remedy = (
+        "weights and settings are the same, so the ranks must run different versions of Python packages (here torch "
+        f"{torch.__version__}, transformers {transformers.__version__}), or hold weights that lie differently in memory, "
+        "such as views of a larger tensor: install the same versions, and make the model in the same way"
+    )
+    check_agreement(group, fingerprints, remedy)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

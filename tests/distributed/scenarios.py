@@ -116,6 +116,30 @@ def other_weights() -> list:
 
 
 @scenario(2)
+def weights_that_lie_otherwise() -> dict:
+    """On one rank, the same weights are views of larger tensors, which cannot become parts of a joined weight."""
+
+    def views(model: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.data = torch.cat([parameter.data.flatten(), torch.ones(1)])[:-1].view(parameter.shape)
+        return model
+
+    odd = dist.get_rank() == 1
+    target = tiny_kimi_k3(2, vocab_size=128)
+    draft = tiny_draft(
+        0, vocab_size=128, hidden_size=64, num_attention_heads=4, target_hidden_size=64, target_layer_ids=[0],
+        target_num_hidden_layers=2, mask_token_id=127,
+    )  # fmt: skip
+    dcp_compile.optimize(target, config=CONFIG.replace(num_speculative_tokens=2))
+    before = generate(target, [3, 4, 5])
+    return {
+        "target": optimise_with(views(tiny_model()) if odd else tiny_model()),
+        "draft": failure(lambda: generate(target, [3, 4, 5], assistant_model=views(draft) if odd else draft)),
+        "unchanged": generate(target, [3, 4, 5]) == before,
+    }
+
+
+@scenario(2)
 def other_settings() -> dict:
     """One rank has another value of one setting."""
     values = {

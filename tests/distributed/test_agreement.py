@@ -13,7 +13,7 @@ from tests.distributed.scripts import run_scenarios
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list]:
-    return run_scenarios("other_weights", "other_settings", "other_sizes", "other_prompts")
+    return run_scenarios("other_weights", "weights_that_lie_otherwise", "other_settings", "other_sizes", "other_prompts")
 
 
 def assert_all_refuse(reports: list[dict], rank: int, field: str) -> None:
@@ -27,6 +27,15 @@ def test_other_weights_or_another_model(reports: dict[str, list]) -> None:
     fields = ("weights", "weights", "weights", "model class")
     for case, field in zip(zip(*reports["other_weights"], strict=True), fields, strict=True):
         assert_all_refuse(case, 1, field)
+
+
+def test_graphs_that_differ_though_weights_and_settings_agree(reports: dict[str, list]) -> None:
+    """Found out before any program is compiled, or run with collectives that the other ranks do not join."""
+    for name, field in (("target", "graph"), ("draft", "draft's graph")):
+        found = [report[name] for report in reports["weights_that_lie_otherwise"]]
+        assert_all_refuse(found, 1, field)
+        assert all("lie differently in memory" in report["text"] for report in found)
+    assert all(report["unchanged"] for report in reports["weights_that_lie_otherwise"])
 
 
 def test_other_settings(reports: dict[str, list]) -> None:
