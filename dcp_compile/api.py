@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
 from .config import DCPConfig, check_experts_dealt
-from .drafting import prepare_draft, tap_layers
+from .drafting import of_draft, prepare_draft, tap_layers
 from .errors import ConfigError, UnsupportedModelError
 from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
-from .parallel.agreement import check_agreement
+from .parallel.agreement import check_agreement, config_facts
 from .parallel.shard import shard_of, take_part, weights_facts
 from .runtime.draft import DraftEngine
 
@@ -80,8 +80,10 @@ def optimize(
     settings = _settings_of_part(model, settings)
     parallel = parallel_layout(settings, next(model.parameters()).device)
     facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
-    facts |= {"device type": next(model.parameters()).device.type, "model class": type(model).__name__}
-    facts |= weights_facts(model)
+    facts |= {"device type": next(model.parameters()).device.type, "draft": None if draft is None else "given"}
+    facts |= config_facts(model) | weights_facts(model)
+    if draft is not None:
+        facts |= of_draft(config_facts(draft))
     check_agreement(parallel.replica, facts)
 
     restore = take_part(model, parallel, settings.expert_parallel, settings.query_projection)

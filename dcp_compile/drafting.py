@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .compiler import compile_draft, compile_model
 from .errors import ConfigError, UnsupportedModelError
 from .parallel import ParallelLayout
-from .parallel.agreement import check_agreement
+from .parallel.agreement import check_agreement, config_facts
 from .parallel.shard import shard_of, take_part, weights_facts
 from .runtime.draft import DraftEngine
 
@@ -54,6 +54,11 @@ def _check_weights(model: PreTrainedModel, draft: PreTrainedModel) -> None:
         raise ConfigError(f"the draft is on {draft.device}, the target on {model.device}; load the draft there")
 
 
+def of_draft(facts: dict[str, object]) -> dict[str, object]:
+    """Facts that ranks compare, named as those of the draft."""
+    return {f"draft's {name}": value for name, value in facts.items()}
+
+
 @torch.inference_mode(False)  # as optimize()
 def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine:
     """The compiled form of ``draft`` for the optimised ``model``; compiled once and kept on the model.
@@ -74,11 +79,10 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     if not optimized.config.num_speculative_tokens:
         raise ConfigError("num_speculative_tokens=0: call optimize() with at least 1 to generate with a draft")
     taps = tap_layers(model, draft)
+    check_agreement(optimized.parallel.replica, of_draft(config_facts(draft) | weights_facts(draft)))
     engine, report = model._dcp_engine, optimized.report
     if engine.tap_layers != taps:
         engine, report = compile_model(model, optimized.config, optimized.parallel, taps)
-    facts = {f"draft's {name}": value for name, value in weights_facts(draft).items()}
-    check_agreement(optimized.parallel.replica, facts)
     restore = _take_part(draft, optimized.parallel, optimized.config.query_projection)
     try:
         compiled = compile_draft(draft, model, engine)

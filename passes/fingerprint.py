@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 
+from torch import fx
+
 from dcp_compile.capture import StepGraph
 
 from .graph_tools import EXCHANGES, METADATA
@@ -16,14 +18,13 @@ def graph_fingerprint(graph: StepGraph) -> str:
     for part in (graph.prologue.graph, graph.graph):
         numbers = {node: index for index, node in enumerate(part.nodes)}
         for node in part.nodes:
-            operands = [numbers[operand] for operand in node.all_input_nodes]
             arguments = node.args
             if node.target in METADATA:
                 arguments = (*arguments[:-3], *arguments[-2:])  # .., rank, dcp_size, interleave
             if getattr(node.target, "namespace", None) == "_c10d_functional" or node.target in EXCHANGES:
                 arguments = arguments[:-1]  # .., group name
-            literal = repr([a for a in arguments if not hasattr(a, "op")])
-            digest.update(
-                f"{node.op} {node.target if node.op == 'call_function' else ''} {operands} {literal}".encode()
-            )
+            everything = arguments, sorted(node.kwargs.items())
+            numbered = fx.map_arg(everything, lambda operand: f"%{numbers[operand]}")  # noqa: B023
+            target = node.target if node.op == "call_function" else ""
+            digest.update(f"{node.op} {target} {numbered!r}".encode())
     return digest.hexdigest()[:16]

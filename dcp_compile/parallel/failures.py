@@ -17,7 +17,7 @@ from ..errors import RankError
 REMEDY = "The output of the other ranks says why; start all of them again (with a longer timeout if one was only slow)"
 
 # Libraries raise plain RuntimeErrors for lost or silent peers; these words are in all of them (torch 2.11 - 2.13).
-_SIGNS = ("gloo", "nccl", "wait timeout")
+_SIGNS = ("gloo", "nccl", "wait timeout", "application timeout")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .. import _compat
 from ..config import DCPConfig, check_experts_dealt
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from .groups import ParallelLayout, parallel_layout
 from .plan import ShardingPlan, Split, find_plan, plan_splits
 from .shard import ModelShard, count_query_ranks

@@ -15,17 +15,18 @@ HAZARD = """
 """
 
 
-def report(*found: tuple[str, str]) -> str:
+def report(*found: tuple[str, str], total: int | None = None) -> str:
     text = "".join(HAZARD.format(kind=kind, kernel=kernel, address=n) for n, (kernel, kind) in enumerate(found))
-    return f"========= COMPUTE-SANITIZER\n{text}========= RACECHECK SUMMARY: {len(found)} hazards displayed (1 errors)"
+    total = len(found) if total is None else total
+    return f"========= COMPUTE-SANITIZER\n{text}========= RACECHECK SUMMARY: {total} hazards displayed (1 errors)"
 
 
-def row(tool: str, text: str) -> dict:
-    return {"tool": tool, "case": "some", "tail": text[-9:], **summary(tool, text)}
+def failures(tool: str, text: str, status: int | None = 0) -> list[str]:
+    return list(missed({"tool": tool, "case": "some", **summary(tool, status, text)}))
 
 
 def test_equal_hazards_are_counted() -> None:
-    found = summary("racecheck", report(("_kda", "RAW"), ("_tail", "WAR"), ("_kda", "RAW")))
+    found = summary("racecheck", 0, report(("_kda", "RAW"), ("_tail", "WAR"), ("_kda", "RAW")))
     where = "first.py:250 / second.py:47"
     assert found == {
         "errors": 3,
@@ -38,19 +39,33 @@ def test_equal_hazards_are_counted() -> None:
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_any_error_is_missed(tool: str) -> None:
-    assert not list(missed(row(tool, "========= ERROR SUMMARY: 0 errors")))
-    (text,) = missed(row(tool, "========= Invalid\n========= ERROR SUMMARY: 1 error"))
-    assert text == f"some, {tool}: 1 errors"
+    assert not failures(tool, "========= ERROR SUMMARY: 0 errors")
+    assert failures(tool, "========= Invalid\n========= ERROR SUMMARY: 1 error") == [f"some, {tool}: 1 errors"]
+    more = "========= ERROR SUMMARY: 5 errors\n========= ERROR SUMMARY: 0 errors were not printed."
+    assert failures(tool, more) == [f"some, {tool}: 5 errors"]
 
 
 def test_only_the_known_hazards_pass() -> None:
-    assert not list(missed(row("racecheck", report())))
-    assert not list(missed(row("racecheck", report(("_mla_hopper", "RAW")))))
+    assert not failures("racecheck", report())
+    assert not failures("racecheck", report(("_mla_hopper", "RAW")))
     for kernel, kind in (("_mla_hopper", "WAR"), ("_mla_hopper", "WAW"), ("_mla_hopper_2", "RAW"), ("_kda", "RAW")):
-        (text,) = missed(row("racecheck", report(("_mla_hopper", "RAW"), (kernel, kind))))
+        (text,) = failures("racecheck", report(("_mla_hopper", "RAW"), (kernel, kind)))
         assert kind in text and kernel in text
+    two = report(("_mla_hopper", "RAW")).replace("64,0,0) at _mla_hopper", "64,0,0) at _kda")
+    assert "_mla_hopper / _kda" in failures("racecheck", two)[0]
 
 
-def test_a_tool_that_breaks_off_is_missed() -> None:
-    (text,) = missed(row("racecheck", "stopped after 300 s"))
-    assert text == "some, racecheck: did not end; the last it printed: ter 300 s"
+@pytest.mark.parametrize(
+    "text, status",
+    [
+        ("stopped", None),
+        ("========= ERROR SUMMARY: 0 errors", 1),
+        ("========= Target application returned an error\n========= ERROR SUMMARY: 0 errors", 0),
+        ("========= Internal Sanitizer Error\n========= RACECHECK SUMMARY: 0 hazards displayed", 0),
+        (report(("_mla_hopper", "RAW"), total=6), 0),
+        ("", 0),
+    ],
+)
+def test_what_was_no_whole_run_is_missed(text: str, status: int | None) -> None:
+    (line,) = failures("racecheck", text, status)
+    assert line.startswith(f"some, racecheck: status {status}: ") and line.endswith(text[-300:])

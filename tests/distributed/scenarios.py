@@ -115,6 +115,14 @@ def other_weights() -> list:
     ]
 
 
+def target_and_draft(**config: Any) -> tuple[Any, Any]:
+    draft = tiny_draft(
+        0, vocab_size=128, hidden_size=64, num_attention_heads=4, target_hidden_size=64,
+        target_num_hidden_layers=2, mask_token_id=127, **{"target_layer_ids": [0], **config},
+    )  # fmt: skip
+    return tiny_kimi_k3(2, vocab_size=128), draft
+
+
 @scenario(2)
 def weights_that_lie_otherwise() -> dict:
     """On one rank, the same weights are views of larger tensors, which cannot become parts of a joined weight."""
@@ -125,17 +133,36 @@ def weights_that_lie_otherwise() -> dict:
         return model
 
     odd = dist.get_rank() == 1
-    target = tiny_kimi_k3(2, vocab_size=128)
-    draft = tiny_draft(
-        0, vocab_size=128, hidden_size=64, num_attention_heads=4, target_hidden_size=64, target_layer_ids=[0],
-        target_num_hidden_layers=2, mask_token_id=127,
-    )  # fmt: skip
+    target, draft = target_and_draft()
     dcp_compile.optimize(target, config=CONFIG.replace(num_speculative_tokens=2))
     before = generate(target, [3, 4, 5])
     return {
         "target": optimise_with(views(tiny_model()) if odd else tiny_model()),
         "draft": failure(lambda: generate(target, [3, 4, 5], assistant_model=views(draft) if odd else draft)),
         "unchanged": generate(target, [3, 4, 5]) == before,
+    }
+
+
+@scenario(2)
+def other_configurations() -> dict:
+    """One rank's model or draft has the same weights, and computes something else with them; or it has no draft."""
+    odd = dist.get_rank() == 1
+    model, (target, draft) = tiny_model(), target_and_draft(block_size=3)
+    model.config.routed_scaling_factor = 1.5 if odd else 2.5
+    other = target_and_draft(block_size=2 if odd else 3)[1]
+    config = CONFIG.replace(num_speculative_tokens=2)
+    found = {
+        "model": optimise_with(model),
+        "one draft": failure(lambda: dcp_compile.optimize(target, config=config, draft=draft if odd else None)),
+        "draft, early": failure(lambda: dcp_compile.optimize(target, config=config, draft=other)),
+    }
+    dcp_compile.optimize(target, config=config, draft=draft)
+    before = generate(target, [3, 4, 5], assistant_model=draft)
+    late = target_and_draft(target_layer_ids=[1 if odd else 0])[1]
+    return found | {
+        "draft, late": failure(lambda: generate(target, [3, 4, 5], assistant_model=late)),
+        "another call": failure(lambda: generate(target, [3, 4, 5], assistant_model=other if odd else draft)),
+        "unchanged": generate(target, [3, 4, 5], assistant_model=draft) == before,
     }
 
 

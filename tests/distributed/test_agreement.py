@@ -13,7 +13,9 @@ from tests.distributed.scripts import run_scenarios
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list]:
-    return run_scenarios("other_weights", "weights_that_lie_otherwise", "other_settings", "other_sizes", "other_prompts")
+    return run_scenarios(
+        "other_weights", "weights_that_lie_otherwise", "other_configurations", "other_settings", "other_sizes", "other_prompts"
+    )
 
 
 def assert_all_refuse(reports: list[dict], rank: int, field: str) -> None:
@@ -24,7 +26,7 @@ def assert_all_refuse(reports: list[dict], rank: int, field: str) -> None:
 
 
 def test_other_weights_or_another_model(reports: dict[str, list]) -> None:
-    fields = ("weights", "weights", "weights", "model class")
+    fields = ("weights", "weights", "model config.num_hidden_layers", "model class")
     for case, field in zip(zip(*reports["other_weights"], strict=True), fields, strict=True):
         assert_all_refuse(case, 1, field)
 
@@ -36,6 +38,22 @@ def test_graphs_that_differ_though_weights_and_settings_agree(reports: dict[str,
         assert_all_refuse(found, 1, field)
         assert all("lie differently in memory" in report["text"] for report in found)
     assert all(report["unchanged"] for report in reports["weights_that_lie_otherwise"])
+
+
+def test_other_configurations(reports: dict[str, list]) -> None:
+    """What weights do not show, and in part no graph: the length of a draft's block, the layers that it reads."""
+    fields = {
+        "model": "model config.routed_scaling_factor",
+        "one draft": "draft",
+        "draft, early": "draft's model config.block_size",
+        "draft, late": "draft's model config.target_layer_ids",
+    }
+    for name, field in fields.items():
+        assert_all_refuse([report[name] for report in reports["other_configurations"]], 1, field)
+    for report in reports["other_configurations"]:
+        assert report["another call"]["error"] == "RankError"
+        assert "all ranks must make the same calls in the same order" in report["another call"]["text"]
+        assert report["unchanged"]
 
 
 def test_other_settings(reports: dict[str, list]) -> None:

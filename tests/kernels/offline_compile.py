@@ -63,14 +63,20 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _ordered(ptx: str) -> bool:
-    """Whether a barrier lies between a kernel's last read of shared memory and the start of its partitions, if any.
+def _ordered(ptx: str, threads: int = 128) -> bool | None:
+    """Whether all warps have read shared memory for the last time before any of them hands over arguments to partitions.
 
-    Their arguments may be stored where other warps still read the result of a reduction; the compiler does not see that.
+    The memory of the arguments may be that of a reduction before, and the compiler does not see that. ``threads`` start
+    the partitions. None: a kernel without partitions.
     """
-    before, start, _ = ptx.partition("barrier.sync")
-    reads = [match.end() for match in re.finditer(r"\bld\.shared", before)]
-    return not (start and reads) or "bar.sync" in before[reads[-1] :]
+    start = re.search(r"\bbarrier(?:\.cta)?\.sync", ptx)
+    if start is None:
+        return None
+    reads = list(re.finditer(r"\b(?:ld\.(?:\w+\.)*shared|ldmatrix)", ptx[: start.start()]))
+    if not reads:
+        return True
+    until_stored, _, _ = ptx[reads[-1].end() : start.start()].partition("st.shared")
+    return re.search(rf"\bbar\.sync\s+0(?:, {threads})?;", until_stored) is not None
 
 
 def cases() -> dict[str, Callable[[], object]]:

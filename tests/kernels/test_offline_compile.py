@@ -43,4 +43,4 @@ def test_resources() -> None:
         allowed = PORTABLE_SPILLS.get(entry["case"], 0) if entry["kernel"] == "_mla" else 0
         assert entry["stack"] <= allowed, entry
         assert entry["shared"] <= SHARED_LIMIT, entry
-        assert entry["ordered"], entry
+        assert entry["ordered"] is (True if entry["kernel"] == "_mla_hopper" else None), entry

@@ -153,8 +153,8 @@ class _Choices(TorchFunctionMode):
             self._watch(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _watch(self, values: Tensor, k: int, dim: int = -1, **_: Any) -> None:
-        values = values.movedim(dim, -1)
+    def _watch(self, input: Tensor, k: int, dim: int = -1, **_: Any) -> None:
+        values = input.movedim(dim, -1)
         if k == values.shape[-1]:
             return
         border = values.topk(k + 1).values[..., k - 1 :].float().cpu()
