@@ -25,20 +25,21 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits that rounding may cause."""
 
 _CLEAR = 1e-3  # gap between the two best logits below which a greedy token would depend on rounding
-_CLEAR_CHOICE = 1e-5  # the same between the last expert that a router takes and the first that it leaves
+_CLEAR_CHOICE = 3e-5  # the same between the last expert that a router takes and the first that it leaves
 
 
 def calm_kimi_k3(layers: int = 5, **settings: Any) -> Any:
     """A tiny Kimi-K3 whose rounding errors stay small.
 
     The mixture queries of :func:`tiny_kimi_k3` choose between blocks so sharply that a relative change of 1e-9 in the
-    embeddings comes out 10 000 times larger, transformers' own float32 being off by 1e-2. Weaker queries mix as visibly.
+    embeddings comes out 10 000 times larger, transformers' own float32 being off by 1e-2. Weaker queries mix as visibly;
+    with twice these, one set of 35 prompts in 66 was off by more than TOLERANCE.
     """
     model = tiny_kimi_k3(layers, **{"attn_res_block_size": 2, **settings})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("res_proj.weight"):
-                parameter.mul_(0.2)
+                parameter.mul_(0.1)
     return model
 
 
@@ -140,7 +141,8 @@ class _Choices(TorchFunctionMode):
     """Watches every ``topk`` of a model that runs left-padded prompts of the given lengths.
 
     Attributes:
-        least_gap: ``[rows]`` on the CPU, between the least value taken and the greatest left, over all tokens but padding.
+        least_gap: ``[rows]`` on the CPU, between the least value taken and the greatest left, over all tokens but
+            padding.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
