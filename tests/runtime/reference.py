@@ -32,7 +32,7 @@ def calm_kimi_k3(layers: int = 5, **settings: Any) -> Any:
     """A tiny Kimi-K3 whose rounding errors stay small.
 
     The mixture queries of :func:`tiny_kimi_k3` choose between blocks so sharply that a relative change of 1e-9 in the
-    embeddings comes out 10 000 times larger, transformers' own float32 being off by 1e-2. Weaker queries mix as visibly;
+    embeddings comes out 10 000 times larger, transformers' own float32 being off by 1e-2. Weaker queries mix as well;
     with twice these, one set of 35 prompts in 66 was off by more than TOLERANCE.
     """
     model = tiny_kimi_k3(layers, **{"attn_res_block_size": 2, **settings})
