@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits that rounding may cause."""
 
 _CLEAR = 1e-3  # gap between the two best logits below which a greedy token would depend on rounding
-_CLEAR_CHOICE = 3e-5  # the same between the last expert that a router takes and the first that it leaves
+_CLEAR_CHOICE = 1e-5  # the same between the last expert that a router takes and the first that it leaves
 
 
 def calm_kimi_k3(layers: int = 5, **settings: Any) -> Any:
