@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,6 @@ from .runtime.engine import Engine, table_columns
 from .runtime.graphs import GraphRunner, buckets
 from .runtime.planning import Plans, StandingPlan, Unplanned, planned
 from .runtime.replicated import replicated_block
-
 
 FLOAT8_CAPABILITY = (8, 9)
 """First CUDA compute capability that Triton converts to and from float8_e4m3fn on."""
@@ -95,8 +95,7 @@ def compile_graph(captured: StepGraph, config: DCPConfig, parallel: ParallelLayo
         rewritten = run_passes(graphs[verify], dataclasses.replace(context, verify=verify), PASSES[1:])
         if not verify:
             matched += rewritten
-    prints = {"verify graph" if verify else "graph": graph_fingerprint(graph) for verify, graph in graphs.items()}
-    check_graphs(parallel.replica, prints)
+    _compare({"verify graph" if verify else "graph": graph for verify, graph in graphs.items()}, parallel)
     states = allocate_states(list(graphs.values()))
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, device)
@@ -171,7 +170,7 @@ def compile_block(captured: StepGraph, draft: nn.Module, engine: Engine) -> tupl
     if config.draft_window is not None:
         context = _windowed(context, config.draft_window)
     results += run_passes(captured, context, PASSES[1:])
-    check_graphs(parallel.replica, {"draft's graph": graph_fingerprint(captured)})
+    _compare({"draft's graph": captured}, parallel)
     states = allocate_states([captured])
     path = _open_exchange(captured, config, parallel, requirements)
     regions = _region_compiler(config, engine.device)
@@ -291,6 +290,12 @@ def _check_available(config: DCPConfig, device: torch.device) -> None:
         raise ConfigError(
             f'cuda_graphs=True on a {device.type} device: there are no graphs to capture; leave it "auto"'
         )
+
+
+def _compare(graphs: Mapping[str, StepGraph], parallel: ParallelLayout) -> None:
+    """Before programs are compiled and run: their collectives would not meet those of other graphs."""
+    if parallel.replica is not None:
+        check_graphs(parallel.replica, {name: graph_fingerprint(graph) for name, graph in graphs.items()})
 
 
 def _region_compiler(config: DCPConfig, device: torch.device) -> RegionCompiler | None:

@@ -11,7 +11,7 @@ import dcp_compile
 from dcp_compile import BackendError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
 from tests.mla_variants import ScalesValues, Variant, vary
 from tests.model_state import changes, state_of
-from tests.runtime.test_draft import draft_for
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.tiny_models import VOCAB, tiny_deepseek_v3, tiny_kimi_k3, tiny_kimi_linear
 
 CONFIG = DCPConfig(block_size=4, max_batch_size=2, max_seq_len=24, prefill_chunk=8, num_speculative_tokens=0)

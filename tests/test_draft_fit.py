@@ -12,7 +12,8 @@ import dcp_compile
 from dcp_compile.errors import ConfigError, UnsupportedModelError
 from dcp_compile.models.k3_dspark import K3DSparkConfig, K3DSparkModel
 from tests.model_state import changes, state_of
-from tests.runtime.test_draft import PAGES, draft_for
+from tests.models.k3_dspark.tiny_draft import draft_for
+from tests.runtime.test_draft import PAGES
 from tests.tiny_models import tiny_kimi_k3, tiny_kimi_linear
 
 CONFIG = dcp_compile.DCPConfig(**PAGES)

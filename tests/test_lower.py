@@ -25,8 +25,8 @@ from dcp_compile.compiler import compile_graph
 from dcp_compile.errors import InvariantError
 from dcp_compile.parallel import ParallelLayout
 from dcp_compile.passes import cleanup
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.reference import calm_kimi_k3
-from tests.runtime.test_draft import draft_for
 from tests.test_regions import Uncompiled
 from tests.tiny_models import VOCAB, randomise, tiny_deepseek_v3, tiny_kimi_k3, tiny_kimi_linear
 

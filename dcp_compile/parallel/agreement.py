@@ -30,7 +30,7 @@ def check_agreement(group: dist.ProcessGroup | None, facts: Mapping[str, object]
         return
     ranks = dist.get_process_group_ranks(group)
     gathered: list[Mapping[str, object]] = [{} for _ in ranks]
-    with answering_ranks(f"comparing {', '.join(facts)}"):
+    with answering_ranks(f"comparing {_some(facts)}"):
         dist.all_gather_object(gathered, dict(facts), group=group)
     for name, wanted in gathered[0].items():
         odd = [rank for rank, found in zip(ranks, gathered) if found.get(name, wanted) != wanted]
@@ -65,11 +65,11 @@ def check_graphs(group: dist.ProcessGroup | None, fingerprints: Mapping[str, str
 
 
 def config_facts(model: PreTrainedModel) -> dict[str, object]:
-    """What ranks compare of a model's class and configuration: every entry but where it came from."""
+    """What ranks compare of a model's class and configuration: every entry but those that say where it came from."""
     facts = _entries(model.config.to_dict(), "model config.")
-    origin = ("_name_or_path", "transformers_version")
+    origin = ("_name_or_path", "auto_map", "transformers_version")
     return {"model class": type(model).__name__} | {
-        name: value for name, value in facts.items() if name.rpartition(".")[2] not in origin
+        name: value for name, value in facts.items() if not set(name.split(".")) & set(origin)
     }
 
 

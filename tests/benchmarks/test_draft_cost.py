@@ -8,7 +8,7 @@ import torch
 
 import dcp_compile
 from benchmarks.draft_cost import CONTEXTS, WINDOW, measure, missed, predicted_us, replays
-from tests.distributed.drafting import draft_for
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.tiny_models import tiny_kimi_k3
 
 DRAFTS = 3

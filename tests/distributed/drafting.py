@@ -34,7 +34,7 @@ from dcp_compile.runtime.engine import table_columns
 from tests.backends.fake_flashinfer import install
 from tests.distributed.ranks import run_ranks
 from tests.generation.helpers import Scripted, chi_square_p, wrong
-from tests.models.k3_dspark.tiny_draft import target_heads, tiny_draft
+from tests.models.k3_dspark.tiny_draft import draft_for, target_heads, tiny_draft
 from tests.models.k3_dspark.tiny_gqa_draft import gqa_draft
 from tests.runtime.reference import Reference, calm_kimi_k3, decode_by_transformers
 
@@ -52,15 +52,6 @@ class Pair:
     draft: Any
     step: StepGraph
     block: StepGraph
-
-
-def draft_for(target: Any, taps: Sequence[int], seed: int) -> Any:
-    config = target.config
-    sizes = {"vocab_size": config.vocab_size, "mask_token_id": config.vocab_size - 1}
-    return tiny_draft(
-        seed, hidden_size=config.hidden_size, target_hidden_size=config.hidden_size, target_layer_ids=list(taps),
-        target_num_hidden_layers=config.num_hidden_layers, **sizes,
-    )  # fmt: skip
 
 
 def _captured(target: Any, draft: Any) -> Pair:

@@ -28,7 +28,7 @@ import dcp_compile
 from dcp_compile import DCPConfig
 from tests.distributed.grid import through_folder
 from tests.distributed.ranks import run_ranks
-from tests.models.k3_dspark.tiny_draft import tiny_draft
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.reference import TOLERANCE, calm_kimi_k3, decode_by_transformers, largest
 
 SIZES = {2: [(2, 1), (2, 2)], 4: [(4, 2), (4, 4)]}
@@ -71,10 +71,7 @@ def expect(folder: Path, layers: int, seed: int) -> Expected:
     whole = calm_kimi_k3(layers)
     whole.generation_config.eos_token_id = None
     target = through_folder(whole, folder / "target")
-    draft = tiny_draft(
-        seed, vocab_size=128, hidden_size=64, num_attention_heads=4, target_hidden_size=64,
-        target_layer_ids=[0, layers - 1], target_num_hidden_layers=layers, mask_token_id=127,
-    )  # fmt: skip
+    draft = draft_for(target, (0, layers - 1), seed, num_attention_heads=4)
     draft.save_pretrained(folder / "draft")
     reference = decode_by_transformers(target, _LENGTHS, _STEPS, seed)
     dcp_compile.optimize(target, config=CONFIG, draft=draft)

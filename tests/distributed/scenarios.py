@@ -34,7 +34,7 @@ from dcp_compile.generation.patch import attach
 from dcp_compile.parallel import parallel_layout
 from dcp_compile.parallel.shard import shard_of
 from tests.distributed.ranks import run_ranks
-from tests.models.k3_dspark.tiny_draft import tiny_draft
+from tests.models.k3_dspark.tiny_draft import draft_for, tiny_draft
 from tests.tiny_models import tiny_deepseek_v3, tiny_kimi_k3
 
 TIMEOUT = 10.0
@@ -115,14 +115,6 @@ def other_weights() -> list:
     ]
 
 
-def target_and_draft(**config: Any) -> tuple[Any, Any]:
-    draft = tiny_draft(
-        0, vocab_size=128, hidden_size=64, num_attention_heads=4, target_hidden_size=64,
-        target_num_hidden_layers=2, mask_token_id=127, **{"target_layer_ids": [0], **config},
-    )  # fmt: skip
-    return tiny_kimi_k3(2, vocab_size=128), draft
-
-
 @scenario(2)
 def weights_that_lie_otherwise() -> dict:
     """On one rank, the same weights are views of larger tensors, which cannot become parts of a joined weight."""
@@ -133,7 +125,8 @@ def weights_that_lie_otherwise() -> dict:
         return model
 
     odd = dist.get_rank() == 1
-    target, draft = target_and_draft()
+    target = tiny_kimi_k3(2)
+    draft = draft_for(target, [0])
     dcp_compile.optimize(target, config=CONFIG.replace(num_speculative_tokens=2))
     before = generate(target, [3, 4, 5])
     return {
@@ -147,9 +140,9 @@ def weights_that_lie_otherwise() -> dict:
 def other_configurations() -> dict:
     """One rank's model or draft has the same weights, and computes something else with them; or it has no draft."""
     odd = dist.get_rank() == 1
-    model, (target, draft) = tiny_model(), target_and_draft(block_size=3)
+    model, target = tiny_model(), tiny_kimi_k3(2)
     model.config.routed_scaling_factor = 1.5 if odd else 2.5
-    other = target_and_draft(block_size=2 if odd else 3)[1]
+    draft, other = draft_for(target, [0], block_size=3), draft_for(target, [0], block_size=2 if odd else 3)
     config = CONFIG.replace(num_speculative_tokens=2)
     found = {
         "model": optimise_with(model),
@@ -158,7 +151,7 @@ def other_configurations() -> dict:
     }
     dcp_compile.optimize(target, config=config, draft=draft)
     before = generate(target, [3, 4, 5], assistant_model=draft)
-    late = target_and_draft(target_layer_ids=[1 if odd else 0])[1]
+    late = draft_for(target, [1 if odd else 0])
     return found | {
         "draft, late": failure(lambda: generate(target, [3, 4, 5], assistant_model=late)),
         "another call": failure(lambda: generate(target, [3, 4, 5], assistant_model=other if odd else draft)),

@@ -30,10 +30,10 @@ from dcp_compile.generation.drafts import Sampling
 from dcp_compile.generation.dspark import DSparkProposer
 from dcp_compile.runtime import Session
 from dcp_compile.runtime.costs import StepCosts
-from tests.distributed.drafting import check_sampling, draft_for
+from tests.distributed.drafting import check_sampling
 from tests.generation.helpers import Recorder, fresh_seeds
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.reference import MODELS, Reference, calm_kimi_k3, decode_by_transformers
-from tests.runtime.test_draft import draft_for as draft_with
 from tests.tiny_models import VOCAB
 
 LENGTHS = [6, 2, 9]
@@ -400,7 +400,7 @@ def test_adaptive_rounds_wait_and_replay_the_graph_of_what_they_verify(monkeypat
     priced = [({3: 1.0, 15: 1.0}, {5}), ({3: 1.0, 6: 1.0, 15: 10.0}, {2, 4}), ({3: 1.0, 15: 13.0}, {1})]
     plain = MODELS["kimi_k3"](layers=3, seed=1)
     reference = decode_by_transformers(plain, LENGTHS, 20, seed=fresh_seeds("adaptive on a GPU", 1)[0])
-    draft = draft_with(plain, 1, (0, 1), enable_confidence_head=confident).cuda()
+    draft = draft_for(plain, (0, 1), 1, enable_confidence_head=confident).cuda()
     settings = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 4}
     config = dcp_compile.DCPConfig(verify="adaptive", lowering="eager", **settings)
     model = dcp_compile.optimize(copy.deepcopy(plain).cuda(), config=config, draft=draft)

@@ -25,8 +25,8 @@ from dcp_compile.parallel import ParallelLayout
 from dcp_compile.runtime import Session
 from dcp_compile.runtime.draft import DraftEngine
 from tests.generation.helpers import tiny_qwen3
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.reference import MODELS
-from tests.runtime.test_draft import draft_for
 
 _READS = {
     Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.cpu, Tensor.numpy, Tensor.nonzero,
@@ -125,7 +125,7 @@ class Nosy(StoppingCriteria):
 @pytest.fixture(scope="module", params=["full", "adaptive"])
 def compiled(request) -> tuple[Any, Any]:
     model = MODELS["kimi_k3"](layers=3, seed=1)
-    draft = draft_for(model, 1, (0, 1))
+    draft = draft_for(model, (0, 1), 1)
     settings = {"block_size": 4, "max_batch_size": 3, "max_seq_len": 64, "num_speculative_tokens": 4, "prefill_chunk": 4}
     config = dcp_compile.DCPConfig(verify=request.param, **settings)
     return dcp_compile.optimize(model, config=config, draft=draft), draft

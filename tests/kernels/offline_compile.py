@@ -63,11 +63,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _ordered(ptx: str, threads: int = 128) -> bool | None:
+def _ordered(ptx: str) -> bool | None:
     """Whether all warps have read shared memory for the last time before any of them hands over arguments to partitions.
 
-    The memory of the arguments may be that of a reduction before, and the compiler does not see that. ``threads`` start
-    the partitions. None: a kernel without partitions.
+    The memory of the arguments may be that of a reduction before, and the compiler does not see that. None: a kernel
+    without partitions.
     """
     start = re.search(r"\bbarrier(?:\.cta)?\.sync", ptx)
     if start is None:
@@ -76,7 +76,7 @@ def _ordered(ptx: str, threads: int = 128) -> bool | None:
     if not reads:
         return True
     until_stored, _, _ = ptx[reads[-1].end() : start.start()].partition("st.shared")
-    return re.search(rf"\bbar\.sync\s+0(?:, {threads})?;", until_stored) is not None
+    return re.search(r"\bbar\.sync\s+0(?:, 128)?;", until_stored) is not None
 
 
 def cases() -> dict[str, Callable[[], object]]:

@@ -10,25 +10,11 @@ from transformers import DynamicCache
 import dcp_compile
 from dcp_compile.errors import CapacityError, ConfigError, UnsupportedModelError
 from tests.generation.helpers import Scripted, prompts, sometimes_wrong
-from tests.models.k3_dspark.tiny_draft import tiny_draft
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.tiny_models import tiny_kimi_k3
 
 TAPS = (1, 2, 4)
 PAGES = {"block_size": 4, "max_batch_size": 3, "max_seq_len": 64, "prefill_chunk": 5, "num_speculative_tokens": 4}
-
-
-def draft_for(target, seed: int = 0, taps=TAPS, **overrides):
-    config = target.config
-    return tiny_draft(
-        seed,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        target_layer_ids=list(taps),
-        target_num_hidden_layers=config.num_hidden_layers,
-        mask_token_id=config.vocab_size - 1,
-        **overrides,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import dcp_compile
 from dcp_compile.runtime.graphs import GraphRunner, ReplayedCall, _place, buckets, smallest_bucket
 from dcp_compile.runtime.planning import Unplanned
 from tests.generation.helpers import fresh_seeds
+from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.reference import calm_kimi_k3, decode_by_transformers, outcome
-from tests.runtime.test_draft import draft_for
 from tests.tiny_models import tiny_kimi_k3
 
 SETTINGS = {"block_size": 16, "max_batch_size": 3, "max_seq_len": 128, "num_speculative_tokens": 3}

@@ -27,7 +27,11 @@ def test_the_least_gap_of_every_row_is_that_of_its_tokens():
         assert choices.least_gap.tolist() == [0.0625, 0.0]
 
 
+_ROUNDING = 3e-5  # of a router's scores, between batches of other prompts
+
+
 def test_a_prompt_with_a_tie_in_a_router_is_replaced(fresh_seed, monkeypatch):
+    monkeypatch.setattr(reference, "_CLEAR", 0.0)  # no prompt is replaced for its tokens
     model, lengths = MODELS["kimi_k3"](), [2, 3, 4, 5, 6, 7]
 
     def prompts(clear: float) -> list[torch.Tensor]:
@@ -41,7 +45,7 @@ def test_a_prompt_with_a_tie_in_a_router_is_replaced(fresh_seed, monkeypatch):
 
     first = prompts(0.0)
     border = float(gaps(first).median())  # half of the prompts are at most that clear
-    second = prompts(border)
+    second = prompts(border + _ROUNDING)
     assert (gaps(second) > border).all()
     kept = [torch.equal(one, other) for one, other in zip(first, second)]
-    assert kept == (gaps(first) > border).tolist()
+    assert kept == (gaps(first) > border + _ROUNDING).tolist()

@@ -7,31 +7,20 @@ from transformers import DynamicCache
 
 from dcp_compile.models.k3_dspark.training import sample_anchors, training_step
 from tests.models.k3_dspark.reference_loop import RULES, accept, plain_greedy, speculative_greedy
-from tests.models.k3_dspark.tiny_draft import random_taps, target_heads, tiny_draft
+from tests.models.k3_dspark.tiny_draft import draft_for, random_taps, target_heads, tiny_draft
 from tests.tiny_models import tiny_kimi_k3
 
 
-def draft_for(target, seed, **overrides):
-    config = target.config
-    draft = tiny_draft(
-        seed,
-        dtype=torch.float64,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        target_num_hidden_layers=config.num_hidden_layers,
-        target_layer_ids=[1, 4, 8],
-        mask_token_id=config.vocab_size - 1,
-        **overrides,
-    )
-    draft.config.check_target(config)
+def fitting_draft(target, seed, **overrides):
+    draft = draft_for(target, (1, 4, 8), seed, dtype=torch.float64, **overrides)
+    draft.config.check_target(target.config)
     return draft
 
 
 @pytest.mark.parametrize("num_tokens, causal", [(1, False), (4, False), (7, False), (7, True)])
 def test_greedy_speculation_equals_plain_greedy(seed, num_tokens, causal):
     target = tiny_kimi_k3(seed=seed, dtype=torch.float64)
-    draft = draft_for(target, seed, is_causal=causal)
+    draft = fitting_draft(target, seed, is_causal=causal)
     prompt = torch.randint(3, 120, (1, 11), generator=torch.Generator().manual_seed(seed))
     expected = plain_greedy(target, prompt, 10)
     result = speculative_greedy(target, draft, prompt, 10, num_tokens)
@@ -41,7 +30,7 @@ def test_greedy_speculation_equals_plain_greedy(seed, num_tokens, causal):
 
 def test_a_trained_draft_is_accepted_and_changes_nothing(seed):
     target = tiny_kimi_k3(seed=seed, dtype=torch.float64, vocab_size=32)
-    draft = draft_for(target, seed).train()
+    draft = fitting_draft(target, seed).train()
     prompt = torch.randint(3, 31, (1, 9), generator=torch.Generator().manual_seed(seed))
     expected = plain_greedy(target, prompt, 24)
     ids = torch.cat((prompt, expected[None]), 1)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small K3 DSpark draft and the published configuration, for tests."""
 
+from collections.abc import Sequence
+
 import torch
+from transformers import PreTrainedModel
 
 from dcp_compile.models.k3_dspark import K3DSparkConfig, K3DSparkModel
 
@@ -87,6 +90,22 @@ def tiny_draft(seed: int, dtype: torch.dtype = torch.float32, attention: str = "
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.25 * noise)
     return model.to(dtype)
+
+
+def draft_for(
+    target: PreTrainedModel, taps: Sequence[int] = (1, 2, 4), seed: int = 0, **overrides
+) -> K3DSparkModel:
+    """A draft of the target's sizes that reads its layers ``taps``."""
+    config = target.config
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "target_layer_ids": list(taps),
+        "target_num_hidden_layers": config.num_hidden_layers,
+        "mask_token_id": config.vocab_size - 1,
+    }
+    return tiny_draft(seed, **sizes, **overrides)
 
 
 def target_heads(model: K3DSparkModel, seed: int) -> tuple[torch.nn.Embedding, torch.nn.Linear]:
