@@ -30,10 +30,21 @@ OUT_CLOSE = {
 }
 
 
+def keys(*shape: int) -> Tensor:
+    """Keys of length about one, as the model's are: with longer ones each row would multiply the rounding of the last."""
+    return torch.randn(shape) * shape[-1] ** -0.5
+
+
+def records_of(pool: int, records: int, heads: int, width: int, values: int) -> list[Tensor]:
+    """Pending keys, corrections and log decays."""
+    corrections, decays = torch.randn(pool, records, heads, values), -torch.randn(pool, records, heads, width).abs()
+    return [keys(pool, records, heads, width), corrections, decays]
+
+
 def rows_of(positions: Tensor, heads: int, width: int, values: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k, v, g, beta of one step, with NaN in the padded rows."""
     batch, rows = positions.shape
-    q, k = torch.randn(batch, rows, heads, width).to(dtype), torch.randn(batch, rows, heads, width).to(dtype)
+    q, k = torch.randn(batch, rows, heads, width).to(dtype), keys(batch, rows, heads, width).to(dtype)
     v, g = torch.randn(batch, rows, heads, values).to(dtype), -5 * torch.rand(batch, rows, heads, width)
     beta = torch.rand(batch, rows, heads)
     padded = positions < 0
@@ -111,8 +122,7 @@ def test_kda_verify(request, draw: random.Random, device: str, kernel: str) -> N
         verify, move = request.getfixturevalue("hopper"), dense_heads
     dtype, norm, pool = draw.choice(DTYPES), draw.random() < 0.5, batch + 2
     state = torch.randn(pool, heads, width, values)
-    pending = [torch.randn(pool, records, heads, n) for n in (width, values, width)]
-    pending[2] = -pending[2].abs()
+    pending = records_of(pool, records, heads, width, values)
     untouched = [t.clone() for t in (state, *pending)]
     want_pools = [t.double() for t in (state, *pending)]
     pools = move(draw, device, state, *pending)
@@ -205,8 +215,7 @@ def test_full_width(draw: random.Random, rows: int) -> None:
     slots = torch.tensor([4, 0, 2], dtype=torch.int32)
     inputs = rows_of(positions, heads, width, width, torch.bfloat16)
     state, accepted = torch.randn(5, heads, width, width), torch.tensor([0, rows, 1], dtype=torch.int32)
-    pending = [torch.randn(5, rows, heads, width) for _ in range(3)]
-    pending = [pending[0] / 11, pending[1], -pending[2].abs()]
+    pending = records_of(5, rows, heads, width, width)
     want_pools = [t.double() for t in (state, *pending)]
     args = (accepted, slots, positions)
     pools, on_gpu, indices = ([t.cuda() for t in group] for group in ((state, *pending), inputs, args))
