@@ -153,14 +153,25 @@ class Recorder:
 
 
 def chi_square_p(counts: Tensor, probs: Tensor) -> float:
-    """The p-value of observed ``counts`` under exact ``probs``; cells expected fewer than 5 times are pooled."""
+    """The p-value of observed ``counts`` under exact ``probs``.
+
+    Cells are pooled in order of their probability until each pool is expected 5 times: also where no outcome alone is.
+    """
     counts, probs = counts.double().flatten(), probs.double().flatten()
-    expected = probs * counts.sum()
     assert (counts[probs == 0] == 0).all(), "an impossible outcome was drawn"
-    large = expected >= 5
-    observed = torch.cat([counts[large], counts[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(float(len(expected) - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+    probs, order = probs.sort(descending=True)
+    cells = zip(counts[order].tolist(), (probs * counts.sum()).tolist())
+    pools = [[0.0, 0.0]]
+    for observed, expected in cells:
+        if pools[-1][1] >= 5:
+            pools.append([0.0, 0.0])
+        pools[-1][0] += observed
+        pools[-1][1] += expected
+    if pools[-1][1] < 5 and len(pools) > 2:
+        rest = pools.pop()
+        pools[-1] = [mine + more for mine, more in zip(pools[-1], rest)]
+    if len(pools) == 1 or pools[-1][1] == 0:
+        return 1.0  # only one outcome is possible, and it is what was drawn
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in pools)
+    half = torch.tensor([len(pools) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))
