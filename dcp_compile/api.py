@@ -18,6 +18,7 @@ from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
 from .parallel.agreement import check_agreement, config_facts
 from .parallel.shard import shard_of, take_part, weights_facts
+from .places import Places
 from .runtime.draft import DraftEngine
 
 
@@ -35,6 +36,7 @@ class Optimized:
     restore: Callable[[], None]
     draft: DraftEngine | None = None
     draft_report: CompileReport | None = None
+    draft_places: Places | None = None
     restore_draft: Callable[[], None] = lambda: None
 
 
@@ -78,6 +80,12 @@ def optimize(
         settings = settings.replace(backend=backend)
     _check_model(model)
     settings = _settings_of_part(model, settings)
+    with torch.accelerator.device_index(model.device.index):  # Triton launches, and streams are made, on the current device
+        _optimize(model, settings, draft)
+    return model
+
+
+def _optimize(model: PreTrainedModel, settings: DCPConfig, draft: PreTrainedModel | None) -> None:
     parallel = parallel_layout(settings, next(model.parameters()).device)
     facts = {f"config.{name}": value for name, value in dataclasses.asdict(settings).items()}
     facts |= {"device type": next(model.parameters()).device.type, "draft": None if draft is None else "given"}
@@ -101,7 +109,6 @@ def optimize(
         except BaseException:
             unoptimize(model)
             raise
-    return model
 
 
 def unoptimize(model: PreTrainedModel) -> PreTrainedModel:

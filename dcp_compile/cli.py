@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.command(options)
     except errors.DCPCompileError as error:
         where = f"rank {_environment('RANK')}: " if _environment("WORLD_SIZE", 1) > 1 else ""
-        print(f"{where}error: {error}", file=sys.stderr)
+        lines = " ".join(line.strip() for line in str(error).splitlines())
+        print(f"{where}error: {lines}", file=sys.stderr)
         return 2
     return 0
 
@@ -114,7 +115,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=str(mini_path()), help="model folder (default: the mini Kimi-K3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"))
-    parser.add_argument("--dcp-size", type=_at_least(1), help="ranks that share the KV cache (default: all)")
+    parser.add_argument("--dcp-size", type=_at_least(1), help="ranks that share the KV cache (default: all that hold one model)")
     parser.add_argument("--tp-size", type=_at_least(1), default=1, help="ranks that hold one model together (default: %(default)s)")
     defaults = DCPConfig()
     parser.add_argument("--block-size", type=int, default=defaults.block_size, help="tokens per page and rank")
@@ -287,6 +288,8 @@ def _load(load: Callable[..., Any], path: str, **settings: object) -> Any:
         raise errors.CheckpointError(f"{path} is not a folder; download the model and pass the folder it is in")
     try:
         return load(path, **settings)
+    except errors.DCPCompileError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:  # files that are not there, not a model's, or cut short
         raise errors.CheckpointError(f"{path} cannot be loaded: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
@@ -321,7 +324,7 @@ def _load_draft(options: argparse.Namespace) -> PreTrainedModel | None:
 def _config(options: argparse.Namespace) -> DCPConfig:
     return DCPConfig(
         max_batch_size=getattr(options, "batch", 1),
-        dcp_size=options.dcp_size or _environment("WORLD_SIZE", 1),
+        dcp_size=options.dcp_size or (options.tp_size if options.tp_size > 1 else _environment("WORLD_SIZE", 1)),
         tp_size=options.tp_size,
         block_size=options.block_size,
         kv_interleave=options.interleave,

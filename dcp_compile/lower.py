@@ -92,7 +92,8 @@ def _join(parts: tuple[nn.Parameter, ...]) -> Tensor:
 
 def _bind(graph: StepGraph, body: Callable, states: Mapping[StateRef, Tensor]) -> StepProgram:
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    readers = [_reader(graph, node, states) for node in placeholders if node in _known(graph)]
+    known = {*graph.step_inputs, *graph.states, *graph.constants}
+    readers = [_reader(graph, node, states) for node in placeholders if node in known]
     prologue_readers = [_reader(graph, node, states) for node in graph.prologue_inputs]
     prologue = graph.prologue
 
@@ -102,10 +103,6 @@ def _bind(graph: StepGraph, body: Callable, states: Mapping[StateRef, Tensor]) -
             return body(*[read(inputs) for read in readers], *metadata)
 
     return run
-
-
-def _known(graph: StepGraph) -> set[fx.Node]:
-    return {*graph.step_inputs, *graph.states, *graph.constants}
 
 
 def _reader(

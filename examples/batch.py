@@ -39,6 +39,8 @@ def main() -> None:
     disable_progress_bar()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(device)

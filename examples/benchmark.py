@@ -41,7 +41,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", **parts).to(device)
     length = options.prompt_tokens + options.new_tokens
     config = dcp_compile.DCPConfig(max_batch_size=max(options.batches), max_seq_len=length, num_speculative_tokens=0)
-    dcp_compile.optimize(model, dcp_size=ranks, config=config)
+    dcp_size = options.tp_size if options.tp_size > 1 else ranks
+    dcp_compile.optimize(model, dcp_size=dcp_size, config=config)
     exactly = {"min_new_tokens": options.new_tokens, "max_new_tokens": options.new_tokens, "do_sample": False}
     first = not dist.is_initialized() or dist.get_rank() == 0
     for batch in options.batches:

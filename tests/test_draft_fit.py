@@ -4,19 +4,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import dcp_compile
-from dcp_compile.errors import ConfigError, UnsupportedModelError
+from dcp_compile.errors import ConfigError, GenerationError, UnsupportedModelError
 from dcp_compile.models.k3_dspark import K3DSparkConfig, K3DSparkModel
 from tests.model_state import changes, state_of
 from tests.models.k3_dspark.tiny_draft import draft_for
 from tests.runtime.test_draft import PAGES
+from tests.runtime.test_replicated_draft import draft_for as grouped_draft
 from tests.tiny_models import tiny_kimi_k3, tiny_kimi_linear
 
 CONFIG = dcp_compile.DCPConfig(**PAGES)
+
+
+def grouped_draft_for(target):
+    return grouped_draft(target.config, seed=0)
+
+
 MESSAGES = {
     "bfloat16": "the draft's weights are torch.bfloat16, the target's torch.float32; load the draft with dtype=torch.float32",
     "meta": "the draft is on meta, the target on cpu; load the draft there",
@@ -45,6 +53,31 @@ def test_a_draft_of_another_type_or_on_another_device(how: str) -> None:
         draft.to(torch.bfloat16)
         with pytest.raises(ConfigError, match=MESSAGES[how]):
             model.generate(ids, assistant_model=draft, **options)
+
+
+@pytest.mark.parametrize("make", [draft_for, grouped_draft_for])
+def test_a_draft_whose_tensors_were_replaced(make: Callable) -> None:
+    """Values that were changed in place are used; other tensors are no longer what runs."""
+    target = tiny_kimi_k3(5)
+    draft = make(target)
+    model, ids = dcp_compile.optimize(target, config=CONFIG, draft=draft), torch.randint(3, 60, (1, 6))
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "assistant_model": draft}
+    wanted = model.generate(ids, **options)
+    draft.to("cpu")  # where it is
+    assert torch.equal(model.generate(ids, **options), wanted)
+    draft.load_state_dict({name: value.clone() for name, value in draft.state_dict().items()}, assign=True)
+    with pytest.raises(UnsupportedModelError, match=f"{type(draft).__name__}: .* replaced after it was compiled"):
+        model.generate(ids, **options)
+
+
+def test_a_call_that_is_refused_compiles_no_draft() -> None:
+    """Bad prompts are found before the draft is brought in, which would compile the target anew."""
+    model = dcp_compile.optimize(tiny_kimi_k3(5), config=CONFIG)
+    draft, engine = draft_for(model), model._dcp_engine
+    mask = torch.tensor([[1, 0, 1, 1]])
+    with pytest.raises(GenerationError, match="padding_side='left'"):
+        model.generate(torch.randint(3, 60, (1, 4)), attention_mask=mask, max_new_tokens=4, assistant_model=draft)
+    assert model._dcp_engine is engine and model._dcp.draft is None
 
 
 def test_a_target_that_gives_no_hidden_states() -> None:

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from ..drafting import is_dspark, prepare_draft
 from ..errors import GenerationError, UnsupportedModelError
+from ..places import Places
 from . import validate
 from .ahead import decode_ahead, why_wait
 from .call import HeldStreamer, prepare
@@ -29,7 +30,7 @@ from .loop import decode_plain, decode_speculative
 from .schedule import ByAcceptanceRate, ByConfidence, Schedule, WholeDrafts
 
 ENGINE = "_dcp_engine"
-_WEIGHTS = "_dcp_weights"
+_PLACES = "_dcp_places"
 _DEFAULT_NGRAM = 2  # transformers' own
 
 
@@ -52,7 +53,7 @@ def attach(model: PreTrainedModel, engine: Engine) -> None:
             "would bypass the compiled loop; load the model without it"
         )
     vars(model)[ENGINE] = engine  # past nn.Module.__setattr__: an engine is no submodule
-    vars(model)[_WEIGHTS] = _places(model)
+    vars(model)[_PLACES] = Places(model)
     model.__class__ = _subclass(type(model))
 
 
@@ -65,23 +66,7 @@ def detach(model: PreTrainedModel) -> None:
     if not is_attached(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; nothing to undo")
     model.__class__ = type(model).__mro__[2]
-    del vars(model)[ENGINE], vars(model)[_WEIGHTS]
-
-
-def _places(model: PreTrainedModel) -> dict[str, tuple[int, torch.dtype]]:
-    """Where every parameter lies: what was compiled reads it there."""
-    return {name: (parameter.data_ptr(), parameter.dtype) for name, parameter in model.named_parameters()}
-
-
-def _check_weights(model: PreTrainedModel) -> None:
-    """UnsupportedModelError if a parameter was replaced; values that were changed in place are seen by the engine."""
-    compiled, now = vars(model)[_WEIGHTS], _places(model)
-    replaced = [name for name in compiled.keys() | now.keys() if compiled.get(name) != now.get(name)]
-    if replaced:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: {min(replaced)} and perhaps more was moved, converted or replaced after optimize(), "
-            "which compiled what was there before; call dcp_compile.unoptimize(model) and optimize it again"
-        )
+    del vars(model)[ENGINE], vars(model)[_PLACES]
 
 
 def is_attached(model: Any) -> bool:
@@ -125,12 +110,18 @@ class DcpGenerateMixin:
         acceptance: str | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        make_proposer = _proposer(self, generation_config, assistant_model)
-        engine = vars(self)[ENGINE]
         call = prepare(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, engine.vocab_size
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+            vars(self)[ENGINE].vocab_size,
         )
         validate.check_processors(call.processors)
+        make_proposer = _proposer(self, generation_config, assistant_model)
+        engine = vars(self)[ENGINE]  # perhaps another than before
         width = _draft_width(engine, generation_config, assistant_model)
         with engine.open(len(call.prompts), call.row_length) as session:
             proposer = make_proposer()
@@ -199,12 +190,13 @@ def _subclass(base: type) -> type:
         named, keywords = bound.arguments, bound.arguments.get(extra, {})
         arguments = {**named, **keywords}
         validate.check_arguments(self, arguments)
-        _check_weights(self)
+        vars(self)[_PLACES].check(self)
         validate.warn_ignored(arguments)
         if arguments.get("streamer") is not None:
             holder = keywords if "streamer" in keywords else named
             holder["streamer"] = HeldStreamer(arguments["streamer"])
-        return base.generate(*bound.args, **bound.kwargs)
+        with torch.accelerator.device_index(self.device.index):  # Triton launches on the current device
+            return base.generate(*bound.args, **bound.kwargs)
 
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (DcpGenerateMixin, base), {**namespace, "generate": generate})

@@ -189,6 +189,10 @@ def shard_model(
     plan = find_plan(model, expert_parallel, query_ranks)
     splits = plan_splits(model, plan, parallel.tp_size)
     shard = ModelShard(parallel.tp_size, parallel.tp_rank, parallel.tp_group, expert_parallel, query_ranks, splits)
-    shard.narrow(model)
-    shard.connect(model, plan)
+    try:
+        shard.narrow(model)
+        shard.connect(model, plan)
+    except BaseException:  # no memory for a part's copy, say
+        shard.restore()
+        raise
     return shard

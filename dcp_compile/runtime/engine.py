@@ -82,7 +82,12 @@ class Engine:
             self.slots.take(batch)  # raises, naming the free count
         pages = self.pages.take(batch * each)
         slots = self.slots.take(batch)
-        self._reset(slots)
+        try:
+            self._reset(slots)
+        except BaseException:
+            self.pages.give_back(pages)
+            self.slots.give_back(slots)
+            raise
         table = torch.zeros(batch, self.columns, dtype=torch.int32)
         table[:, :each] = torch.tensor(pages, dtype=torch.int32).view(batch, each)
         return Session(self, table, pages, slots, room)

@@ -32,9 +32,12 @@ def replicated_block(step: nn.Module, caches: list[Tensor], window: int | None) 
         device = caches[0].device
         lengths = positions[:, 0].clamp_min(0)  # a block starts where its context ends
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_min(0)
-        index = torch.arange(int(first.min()), int(lengths.max()))
-        slots = (inputs["block_table"][:, index // page].long() * page + index % page).to(device)
-        in_context = ((index >= first[:, None]) & (index < lengths[:, None])).to(device)
+        seen = lengths - first
+        index = first[:, None] + torch.arange(int(seen.max()))
+        in_context = index < lengths[:, None]
+        index = torch.where(in_context, index, 0)
+        slots = inputs["block_table"].gather(1, index // page).long() * page + index % page
+        slots, in_context = slots.to(device), in_context.to(device)
         cache = DynamicCache()
         for layer, pool in enumerate(caches):
             entries = torch.where(in_context[..., None], pool.flatten(0, 1)[slots], 0)  # what is hidden is undefined

@@ -87,8 +87,10 @@ class DSparkRotaryEmbedding(nn.Module):
         return torch.tensor(self._frequencies, dtype=torch.float32, device=device)
 
     def _apply(self, fn, recurse=True):
+        before = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = self.frequencies(self.inv_freq.device)
+        if self.inv_freq is not before:  # what was compiled reads it where it is
+            self.inv_freq = self.frequencies(self.inv_freq.device)
         return self
 
     def forward(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

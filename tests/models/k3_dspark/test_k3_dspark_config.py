@@ -173,6 +173,12 @@ def test_rope_tables_stay_float32_and_exact_at_the_longest_position():
     assert ((sin - exact.sin()).abs() <= allowed).all()
 
 
+def test_a_model_that_is_moved_to_where_it_is_keeps_its_tables():
+    model = K3DSparkModel(tiny_config())
+    before = model.rotary_emb.inv_freq
+    assert model.to("cpu").float().rotary_emb.inv_freq is before
+
+
 def test_materialising_a_meta_model_fills_the_tables():
     with torch.device("meta"):
         model = K3DSparkModel(tiny_config())
