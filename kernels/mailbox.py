@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of one node, through memory that every rank can write.
 
-Each rank owns a mailbox in which every rank has a place of its own. Program ``c`` of a kernel is *channel* ``c``: on every
-rank it carries the same units, ``PER`` of them at a time, pushes its own to all mailboxes, raises its flag there, and waits
-for the flags of channel ``c`` of all ranks in its own. Channels never wait for one another, so that nothing but the
-programs of one channel must run at the same time.
+Program ``c`` of a kernel is *channel* ``c``: on every rank it carries the same units, ``PER`` of them at a time, pushes its
+own to all mailboxes, raises its flag there, and waits for the flags of channel ``c`` of all ranks in its own. Channels never
+wait for one another, so that nothing but the programs of one channel must run at the same time.
 
-A flag is the number of the launch, its *epoch*, counted per channel on the device: a replayed graph goes on counting. Two
-places per rank, by the parity of the epoch, are enough: who writes epoch e + 2 has seen every rank's flag of e + 1, raised
-by a kernel that started after the kernel of epoch e had read its messages and ended.
+A flag is the number of the channel's launch, its *epoch*, counted on the device: a replayed graph goes on counting. In each
+mailbox every rank has two places per channel, by the parity of the epoch, and that is enough: who writes epoch e + 2 has seen
+every rank's flag of e + 1, raised by a kernel that started after the kernel of epoch e had read its messages and ended. The
+places are the channel's own, because a launch of another size, whose units go by other channels, is another epoch to them.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Mailbox:
 
 
 def mailbox_bytes(size: int, units: int, unit_bytes: int) -> int:
-    """Size of one rank's mailbox: flags, then two LSEs and two messages per rank and unit."""
-    return _lse_at(size) + lse_bytes(size, units) + 2 * size * units * unit_bytes
+    """Size of one rank's mailbox: flags, then two LSEs and two messages per rank and unit that the channels have room for."""
+    return _lse_at(size) + lse_bytes(size, units) + 2 * size * CHANNELS * _room(units) * unit_bytes
 
 
 def lse_bytes(size: int, units: int) -> int:
-    return triton.cdiv(2 * size * units * 4, _ALIGNMENT) * _ALIGNMENT
+    return triton.cdiv(2 * size * CHANNELS * _room(units) * 4, _ALIGNMENT) * _ALIGNMENT
 
 
 def _lse_at(size: int) -> int:
@@ -75,15 +75,15 @@ def _lse_at(size: int) -> int:
 def constants(mailbox: Mailbox, message: Tensor, units: int) -> dict[str, int]:
     """The compile-time arguments that every kernel on ``mailbox`` takes, for a message of ``units`` units.
 
-    Units lie ``STRIDE`` elements apart, the same number of bytes whatever a message's width and type are: what one launch
-    writes never overlaps what a slower rank has yet to read of the launch before.
+    Units lie ``STRIDE`` elements apart, the same number of bytes whatever a message's width and type are, so that places
+    are the same ones in every launch.
     """
     return {
         "RANK": mailbox.rank,
         "SIZE": mailbox.size,
         "BLOCK_SIZE": triton.next_power_of_2(mailbox.size),
         "PER": _per(units),
-        "UNITS": mailbox.units,
+        "ROOM": _room(mailbox.units),
         "CHANNELS": CHANNELS,
         "STRIDE": mailbox.unit_bytes // message.element_size(),
         "LSE_AT": _lse_at(mailbox.size),
@@ -96,15 +96,21 @@ def _per(units: int) -> int:
     return min(8, triton.next_power_of_2(triton.cdiv(units, CHANNELS)))
 
 
+def _room(units: int) -> int:
+    """Units of one channel in a message of ``units`` units, which is as many as in any smaller one."""
+    return triton.cdiv(units, CHANNELS * _per(units)) * _per(units)
+
+
 def grid(units: int) -> tuple[int]:
     """One program per channel that has a unit."""
     return (min(triton.cdiv(units, _per(units)), CHANNELS),)
 
 
 @triton.jit
-def place(epoch, source, unit, SIZE: tl.constexpr, UNITS: tl.constexpr):
-    """Index of the message of ``source`` about ``unit``."""
-    return (epoch % 2 * SIZE + source) * UNITS + unit
+def place(epoch, source, unit, SIZE: tl.constexpr, PER: tl.constexpr, ROOM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Index of the message of ``source`` about ``unit``, among those of its channel, which has room for ROOM units."""
+    turn, channel, number = unit // (PER * CHANNELS), unit // PER % CHANNELS, unit % PER
+    return ((epoch % 2 * SIZE + source) * CHANNELS + channel) * ROOM + turn * PER + number
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def _gather_heads(
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PER: tl.constexpr,
-    UNITS: tl.constexpr,
+    ROOM: tl.constexpr,
     CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
@@ -43,7 +43,7 @@ def _gather_heads(
         inside = (unit < units) & (column < WIDTH)
         row = (unit // heads).to(tl.int64)
         value = tl.load(query + row * stride_t + unit % heads * stride_h + column * stride_e, mask=inside)
-        message = place(epoch, RANK, unit, SIZE, UNITS) * STRIDE + column
+        message = place(epoch, RANK, unit, SIZE, PER, ROOM, CHANNELS) * STRIDE + column
         for peer in range(SIZE):
             tl.store(region(bases, peer, DATA_AT, query.dtype.element_ty) + message, value, mask=inside)
     signal(bases, channel, epoch, RANK, SIZE, BLOCK_SIZE, CHANNELS)
@@ -54,7 +54,7 @@ def _gather_heads(
         inside = (unit < units) & (column < WIDTH)
         row = (unit // heads).to(tl.int64)
         for source in range(SIZE):
-            message = place(epoch, source, unit, SIZE, UNITS) * STRIDE + column
+            message = place(epoch, source, unit, SIZE, PER, ROOM, CHANNELS) * STRIDE + column
             value = tl.load(data + message, mask=inside, cache_modifier=".cg")  # written by a peer: not from the L1 cache
             to = (row * SIZE + source) * heads + unit % heads
             tl.store(out + to * WIDTH + column, value, mask=inside)

@@ -33,7 +33,7 @@ def _merge_ranks(
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PER: tl.constexpr,
-    UNITS: tl.constexpr,
+    ROOM: tl.constexpr,
     CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr,
     LSE_AT: tl.constexpr,
@@ -46,7 +46,7 @@ def _merge_ranks(
         unit = first + tl.arange(0, PER)
         known = unit < units
         row = (unit // heads).to(tl.int64)
-        message = place(epoch, RANK, unit, SIZE, UNITS)
+        message = place(epoch, RANK, unit, SIZE, PER, ROOM, CHANNELS)
         for peer in range(SIZE):
             head = unit % heads + peer * heads_apart  # the peer's head in our partials
             inside = known[:, None] & (column < LATENT)
@@ -63,14 +63,14 @@ def _merge_ranks(
     for first in range(channel * PER, units, CHANNELS * PER):
         unit = first + tl.arange(0, PER)
         known = unit < units
-        every = place(epoch, source, unit[:, None], SIZE, UNITS)
+        every = place(epoch, source, unit[:, None], SIZE, PER, ROOM, CHANNELS)
         logs = _known_lse(lses + every, known[:, None] & (source < SIZE))
         top = tl.max(logs, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp(logs - top[:, None]), 1)
         merged = tl.zeros([PER, BLOCK], tl.float32)
         for peer in range(SIZE):
-            message = place(epoch, peer, unit, SIZE, UNITS)
+            message = place(epoch, peer, unit, SIZE, PER, ROOM, CHANNELS)
             weight = tl.exp(_known_lse(lses + message, known) - top)[:, None]
             # A part of weight 0 is not even read: its output is undefined.
             inside = (weight > 0) & (column < LATENT)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_compile.kernels.mailbox import Mailbox, mailbox_bytes, view
+from dcp_compile.kernels.mailbox import CHANNELS, Mailbox, mailbox_bytes, view
 from dcp_compile.kernels.peer_gather import gather_heads
 from dcp_compile.kernels.peer_merge import merge_ranks
 from dcp_compile.ops import exchange as reference
@@ -32,7 +32,7 @@ _POLLS = 10**9
 def shared_mailboxes(size: int, unit_bytes: int) -> Tensor:
     """Mailboxes of ``size`` ranks, full of garbage but for the flags, in memory that forked processes share."""
     memory = torch.full((size, mailbox_bytes(size, UNITS, unit_bytes)), 255, dtype=torch.uint8).share_memory_()
-    memory[:, : size * 128 * 8] = 0
+    memory[:, : size * CHANNELS * 8] = 0
     return memory
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,6 +64,22 @@ def test_messages_that_do_not_fit_are_refused(device: str) -> None:
     assert not mine.calls.any() and not mine.lost.any()
 
 
+@pytest.mark.seeds(2)
+@pytest.mark.parametrize("kernel", [gather_heads, lambda query, box: merge_ranks(query, query[..., 0].float(), 1, box)])
+def test_a_launch_leaves_the_messages_of_the_one_before(draw: random.Random, device: str, kernel: Callable) -> None:
+    """A rank that has stopped within a launch may find those of another size by then, but its own messages untouched."""
+    memory, mine = mailboxes(1, polls=1, device=device)
+    messages = memory[0, CHANNELS * 8 :]
+    before: set[int] = set()
+    for _ in range(6):
+        messages.fill_(255)
+        rows = draw.choice([1, 2, 112, 128, 129, 144, 192, 300])
+        kernel(torch.rand(rows, 1, 8, device=device), mine)
+        written = set((messages != 255).nonzero().flatten().tolist())
+        assert len(written) >= rows * 8 and written.isdisjoint(before)
+        before = written
+
+
 def test_one_rank_alone(device: str) -> None:
     """A group of one: its own heads, and its own partials with what is empty set to 0."""
     _memory, mine = mailboxes(1, polls=1, device=device)
@@ -79,11 +96,12 @@ def test_one_rank_alone(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: ranks run on streams of one GPU")
 @pytest.mark.seeds(4)
 def test_ranks_on_streams_of_one_gpu(draw: random.Random) -> None:
-    """Many rounds without a wait in between, each rank delayed at random: nothing is read before it is there."""
-    size, rows, heads, latent = draw.choice([2, 3]), draw.choice([1, 8]), 4, 24
-    rounds = 200
-    outs = torch.randn(rounds, size, rows, size * heads, latent, device="cuda")
-    lses = torch.randn(rounds, size, rows, size * heads, device="cuda")
+    """Many rounds of several sizes without a wait in between, each rank delayed at random: nothing is read before it is
+    there, nor replaced before it was read."""
+    size, heads, latent, rounds = draw.choice([2, 3]), 4, 24, 200
+    turns = [draw.choice([1, 8, 28, 48]) for _ in range(rounds)]
+    outs = [torch.randn(size, rows, size * heads, latent, device="cuda") for rows in turns]
+    lses = [torch.randn(size, rows, size * heads, device="cuda") for rows in turns]
     streams = [torch.cuda.Stream() for _ in range(size)]
     # What makes the device wait for all streams must happen before ranks wait for each other: loading kernels (here by
     # exchanges that give up at once), and taking memory, which the allocator keeps for each stream.
@@ -91,7 +109,7 @@ def test_ranks_on_streams_of_one_gpu(draw: random.Random) -> None:
     _hasty_memory, *hasty = mailboxes(size, polls=16, device="cuda")
     for rank, stream in enumerate(streams):
         with torch.cuda.stream(stream):
-            held = [merge_ranks(outs[0, rank], lses[0, rank], heads, hasty[rank]) for _ in range(rounds)]
+            held = [merge_ranks(out[rank], lse[rank], heads, hasty[rank]) for out, lse in zip(outs, lses)]
             del held
     _memory, *boxes = mailboxes(size, polls=16 * 10**5, device="cuda")
     got: list[list[torch.Tensor]] = [[] for _ in boxes]
@@ -101,7 +119,7 @@ def test_ranks_on_streams_of_one_gpu(draw: random.Random) -> None:
             with torch.cuda.stream(stream):
                 if draw.random() < 0.3:
                     torch.cuda._sleep(draw.randrange(200_000))
-                got[rank].append(merge_ranks(outs[turn, rank], lses[turn, rank], heads, box))
+                got[rank].append(merge_ranks(outs[turn][rank], lses[turn][rank], heads, box))
     torch.cuda.synchronize()
     for turn in range(rounds):
         want, _ = merge_partials(outs[turn], lses[turn])
