@@ -34,7 +34,7 @@ def optimize_once(layers: int) -> dict[str, float]:
     report = model._dcp.report
     return {
         "seconds": round(seconds, 1),
-        "capture_s": round(report.graph.seconds["capture"], 1),
+        "capture_s": round(report.graph.capture_seconds, 1),
         "passes_s": round(sum(result.seconds for result in report.passes), 1),
         "regions": report.regions.regions,
         "compiled": len(report.regions.compiled),

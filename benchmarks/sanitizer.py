@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does compute-sanitizer say of the GPU kernels?
+"""What does compute-sanitizer say of the kernels of attention, metadata and KDA?
 
-Every kernel is launched once on small inputs, in a process of its own under each of the tools. Run on a GPU, with CUDA's
+Each is launched once on small inputs, in a process of its own under each of the tools. Run on a GPU, with CUDA's
 compute-sanitizer on the path: ``python -m benchmarks.sanitizer [--check] [--tools memcheck racecheck] [--out DIR]``.
 """
 

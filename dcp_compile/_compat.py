@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten as flatten, tree_unflatten as unflatten
-from transformers import AttentionInterface, AutoModel, PreTrainedModel
+from transformers import AttentionInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 # The decorator that lets config._experts_implementation pick how experts run (checked on transformers 5.17, 5.24).
@@ -51,6 +51,7 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "EXPERT_PARALLEL",
+    "FakeTensorMode",
     "Fakes",
     "Implementations",
     "LinearAttentionCacheLayerMixin",
@@ -60,6 +61,7 @@ __all__ = [
     "compile_graph",
     "capture_outputs",
     "flatten",
+    "functional_call",
     "get_implementations",
     "graph_module",
     "has_global_hooks",
@@ -390,7 +392,9 @@ def recurrence_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
 CACHE_NAME = "cache" if "cache" in {f.name for f in dataclasses.fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
-def attention_masks(config, inputs_embeds, attention_mask, cache) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def attention_masks(
+    config: PreTrainedConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Masks of one forward pass: (causal mask in the form the attention function wants, 2-D padding mask or None)."""
     arguments = {
         "config": config,
@@ -404,7 +408,7 @@ def attention_masks(config, inputs_embeds, attention_mask, cache) -> tuple[torch
     return create_causal_mask(**arguments), padding_mask
 
 
-def recurrent_state(cache, layer_idx: int) -> torch.Tensor | None:
+def recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
     """Recurrent state of a linear-attention layer, None before its first update (5.17 has no getter for it)."""
     if hasattr(cache, "get_recurrent_state"):
         return cache.get_recurrent_state(layer_idx)

@@ -96,7 +96,7 @@ def _optimize(model: PreTrainedModel, settings: DCPConfig, draft: PreTrainedMode
 
     restore = take_part(model, parallel, settings.expert_parallel, settings.query_projection)
     try:
-        taps = tap_layers(model, draft) if draft is not None else ()
+        taps = tap_layers(model, draft, settings.max_seq_len) if draft is not None else ()
         engine, report = compile_model(model, settings, parallel, taps)
         attach(model, engine)
     except BaseException:
@@ -112,7 +112,11 @@ def _optimize(model: PreTrainedModel, settings: DCPConfig, draft: PreTrainedMode
 
 
 def unoptimize(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo :func:`optimize`: class, generate() and weights are what they were. Returns the same object."""
+    """Undo :func:`optimize`: class, generate() and weights are what they were. Returns the same object.
+
+    Raises:
+        UnsupportedModelError: the model is not optimised.
+    """
     optimized = model.__dict__.pop("_dcp", None)
     if optimized is None:
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; there is nothing to undo")

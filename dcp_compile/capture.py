@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +25,10 @@ from . import _compat
 from .errors import CaptureError, UnsupportedModelError
 from .ops import markers
 from .repeats import Name, Repeats
+
+if TYPE_CHECKING:  # the passes come later
+    from .passes.attention import Attention
+    from .passes.match_mla import MLASite
 
 ATTENTION_NAME = "dcp_marker"
 
@@ -83,7 +88,7 @@ class StepGraph:
         prologue_inputs: placeholders of ``module`` that the prologue takes, in order.
         sites: certified MLA sites, made by the match pass.
         attention: emitted attention by layer, made by the absorb pass.
-        seconds: time per capture stage.
+        capture_seconds: time that capture took.
         copied: modules whose calls were copied from an equal one. refused: modules that could have been, but are not safe to.
     """
 
@@ -95,9 +100,9 @@ class StepGraph:
     model: str
     prologue: fx.GraphModule | None = None
     prologue_inputs: list[fx.Node] = field(default_factory=list)
-    sites: list = field(default_factory=list)
-    attention: dict[int, object] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    sites: list[MLASite] = field(default_factory=list)
+    attention: dict[int, Attention] = field(default_factory=dict)
+    capture_seconds: float = 0.0
     copied: int = 0
     refused: tuple[str, ...] = ()
 
@@ -139,7 +144,7 @@ class StepGraph:
             copied=self.copied,
             refused=self.refused,
             sites=[renew(site) for site in self.sites],
-            seconds=self.seconds,
+            capture_seconds=self.capture_seconds,
         )
 
 
@@ -323,7 +328,7 @@ def capture(model: nn.Module, extra_outputs: tuple[str, ...] = (), **options: ob
             break
     graph.module = _compat.graph_module(graph.module, graph.graph)
     graph.copied, graph.refused = repeats.copied, tuple(sorted(repeats.refused))
-    graph.seconds["capture"] = time.perf_counter() - started
+    graph.capture_seconds = time.perf_counter() - started
     _check_markers(graph, layer_types, type(model).__name__)
     return graph
 

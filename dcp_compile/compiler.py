@@ -68,6 +68,7 @@ def compile_model(
     Raises:
         CaptureError, MatchError: the model cannot be compiled; nothing was changed.
         UnsupportedModelError: it has no MLA layer.
+        ConfigError: settings that this device, or this group of ranks, cannot meet.
         BackendError: no attention backend can serve it; the reasons are listed.
         RankError: the ranks would run different graphs.
     """
@@ -135,7 +136,8 @@ def compile_draft(
         draft: the draft, in eval mode on the target's device. target: gives embedding and output head.
 
     Raises:
-        CaptureError, MatchError, BackendError, RankError: as :func:`compile_model`, for the draft.
+        CaptureError, MatchError, UnsupportedModelError, ConfigError, BackendError, RankError: as :func:`compile_model`, for
+            the draft.
     """
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
     if draft.replicated_cache:

@@ -54,6 +54,9 @@ class DCPConfig:
         verify: "full" (whole drafts) or "adaptive" (as much of each draft as is expected to pay for its time, which is
             measured by optimize()).
         timeout: seconds after which a rank that does not answer is an error.
+
+    Raises:
+        ConfigError: a setting is out of range, or contradicts another one.
     """
 
     dcp_size: int | None = None
@@ -112,7 +115,11 @@ class DCPConfig:
             raise ConfigError(f"timeout={timeout!r} must be a positive, finite number of seconds")
 
     def replace(self, **changes: object) -> DCPConfig:
-        """A validated copy with some settings changed."""
+        """A validated copy with some settings changed.
+
+        Raises:
+            ConfigError: there is no such setting, or the new ones are out of range or contradict one another.
+        """
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
             known = ", ".join(field.name for field in dataclasses.fields(self))

@@ -23,11 +23,12 @@ def is_dspark(assistant: object) -> bool:
     return hasattr(assistant, "project_context") and hasattr(assistant, "markov_bias")
 
 
-def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...]:
+def tap_layers(model: PreTrainedModel, draft: PreTrainedModel, max_seq_len: int) -> tuple[int, ...]:
     """Target layers whose hidden states the draft reads.
 
     Raises:
-        ConfigError: the draft was made for another target, or is of another type or on another device.
+        ConfigError: the draft was made for another target or for fewer than ``max_seq_len`` tokens, or is of another type
+            or on another device.
         UnsupportedModelError: the target does not give hidden states of its layers.
     """
     draft.config.check_target(model.config)
@@ -37,6 +38,11 @@ def tap_layers(model: PreTrainedModel, draft: PreTrainedModel) -> tuple[int, ...
         raise ConfigError(
             f"the draft has hidden_size={draft.config.hidden_size}, but the target's embeddings, which it shares, are {width} "
             "wide; use the draft that was trained for this target"
+        )
+    if draft.config.max_position_embeddings < max_seq_len:
+        raise ConfigError(
+            f"max_seq_len={max_seq_len}, but the draft was made for max_position_embeddings="
+            f"{draft.config.max_position_embeddings}; call optimize() with a max_seq_len of at most that to generate with it"
         )
     if "tap_layers" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
@@ -80,7 +86,7 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
         raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")
     if not optimized.config.num_speculative_tokens:
         raise ConfigError("num_speculative_tokens=0: call optimize() with at least 1 to generate with a draft")
-    taps = tap_layers(model, draft)
+    taps = tap_layers(model, draft, optimized.config.max_seq_len)
     check_agreement(optimized.parallel.replica, of_draft(config_facts(draft) | weights_facts(draft)))
     engine, report = model._dcp_engine, optimized.report
     if engine.tap_layers != taps:

@@ -57,11 +57,6 @@ def local_index(position: Int, dcp_size: int, interleave: int) -> Int:
     return position // span * interleave + position % interleave
 
 
-def global_position(index: Int, rank: int, dcp_size: int, interleave: int) -> Int:
-    """Inverse of :func:`local_index`: the position of ``rank``'s token number ``index``."""
-    return index // interleave * interleave * dcp_size + rank * interleave + index % interleave
-
-
 def local_slot(
     position: Int,
     block_table_row: list[int] | torch.Tensor,

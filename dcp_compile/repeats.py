@@ -203,7 +203,7 @@ class Repeats:
         self.refused |= copier.missing
         if self._refuse_alike():
             return False
-        self.copied = len(copier.copied)
+        self.copied = copier.copied
         _remove_marks(graph)
         return True
 
@@ -222,7 +222,7 @@ class _Copier:
     """Copies segments from one layer to another.
 
     Attributes:
-        copied: (number of the call, number of its original).
+        copied: calls so far.
         missing: paths of modules that lack a weight or state of their original.
         replaced: results of repeats that copies have taken the place of.
     """
@@ -231,13 +231,13 @@ class _Copier:
         self.graph, self.names = graph, names
         self.placeholders = {name: node for node, name in names.items()}
         self.paths = tuple(place.path + "." for place in places)
-        self.copied: list[tuple[int, int]] = []
+        self.copied = 0
         self.missing: set[str] = set()
         self.replaced: set[fx.Node] = set()
 
     def copy(self, segment: _Segment, source: Place, target: Place, repeat: fx.Node) -> list[fx.Node]:
         """The calls of ``segment`` once more, in front of ``repeat``, whose results they then are."""
-        inputs, _, number, original = repeat.args
+        inputs = repeat.args[0]
         copies = {node: inputs[index] for node, index in segment.inputs().items()}
         around = repeat.meta.get("nn_module_stack") or {}
 
@@ -263,7 +263,7 @@ class _Copier:
             self.graph.erase_node(user)
             self.replaced.add(user)
         self.graph.erase_node(repeat)
-        self.copied.append((number, original))
+        self.copied += 1
         return made
 
     def _counterpart(self, node: fx.Node, source: Place, target: Place) -> fx.Node:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcp_compile.errors import CapacityError
+from dcp_compile.ops.slots import check_pending
 
 
 @triton.jit
@@ -183,10 +183,5 @@ def conv_window_verify(
     Raises:
         CapacityError: S > M.
     """
-    rows, records = positions.shape[1], pending.shape[2]
-    if rows > records:
-        raise CapacityError(
-            f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
-            "allocate the records for the widest verify step"
-        )
+    check_pending(positions.shape[1], pending.shape[2])
     return _launch(x, conv_state, pending, accepted, state_slots, positions)

@@ -19,6 +19,13 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 101376
 
 
+def gluon_unavailable() -> str | None:
+    """Why kernels in Gluon cannot be compiled, or None."""
+    if triton.__version__.startswith(GLUON_VERSION + "."):
+        return None
+    return f"triton {triton.__version__} is not {GLUON_VERSION}, whose Gluon the kernel is written in"
+
+
 def hopper_unavailable(device: torch.device) -> str | None:
     """Why :mod:`dcp_compile.kernels.mla_hopper` cannot run on ``device``, or None. It imports on every machine."""
     if device.type != "cuda":
@@ -26,6 +33,4 @@ def hopper_unavailable(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
-    if not triton.__version__.startswith(GLUON_VERSION + "."):
-        return f"triton {triton.__version__} is not {GLUON_VERSION}, whose Gluon the kernel is written in"
-    return None
+    return gluon_unavailable()

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-L2_EPS = tl.constexpr(1e-6)
+from dcp_compile.ops.kda import L2_EPS
+
+EPS = tl.constexpr(L2_EPS)
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def normalised(x, valid, L2NORM: tl.constexpr):
     """x, or x / sqrt(sum x^2 + eps); 0 for a padded row, whatever it holds."""
     x = tl.where(valid, x, 0.0)
     if L2NORM:
-        x = x / tl.sqrt(tl.sum(x * x, 0) + L2_EPS)
+        x = x / tl.sqrt(tl.sum(x * x, 0) + EPS)
     return x
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dcp_compile.errors import CapacityError
+from dcp_compile.ops.slots import check_pending
 
 from .kda import normalised
 
@@ -255,19 +255,6 @@ def _kda_verify(
         tl.store(u_records + row * pu_stride_m, nothing, mask=in_v & held)
 
 
-def check_records(rows: int, records: int) -> None:
-    """Refuse a step of more rows than it can leave pending.
-
-    Raises:
-        CapacityError: rows > records.
-    """
-    if rows > records:
-        raise CapacityError(
-            f"a verify step of {rows} rows does not fit into the {records} records of a state slot; "
-            "allocate the records for the widest verify step"
-        )
-
-
 def kda_verify(
     q: Tensor,
     k: Tensor,
@@ -299,7 +286,7 @@ def kda_verify(
     """
     batch, rows, heads, width = q.shape
     values, records = v.shape[3], pending_k.shape[1]
-    check_records(rows, records)
+    check_pending(rows, records)
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out

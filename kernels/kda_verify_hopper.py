@@ -17,11 +17,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .device import hopper_unavailable, multiprocessors
-from .kda import L2_EPS
-from .kda_verify import check_records
+from dcp_compile.ops.kda import L2_EPS
+from dcp_compile.ops.slots import check_pending
 
-EPS = gl.constexpr(L2_EPS.value)
+from .device import hopper_unavailable, multiprocessors
+
+EPS = gl.constexpr(L2_EPS)
 TILE = gl.constexpr(8)  # numbers of a column at a time: one 32-byte sector of every vector
 SIZES = (32, 64, 128)  # of keys and values
 MOST_ROWS = 8  # of this step and pending: more do not fit into registers
@@ -288,7 +289,7 @@ def kda_verify(
     :func:`.kda_verify.kda_verify`."""
     batch, rows, heads, width = q.shape
     values, records = v.shape[3], pending_k.shape[1]
-    check_records(rows, records)
+    check_pending(rows, records)
     out = v.new_empty(v.shape)
     if batch * heads == 0:
         return out

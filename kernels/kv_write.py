@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+from dcp_compile.ops.kv_write import FLOAT8_MAX
+
+FP8_MAX = tl.constexpr(FLOAT8_MAX)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ the latent columns each), and a producer warp that streams keys through TMA. The
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -35,8 +37,6 @@ from .merge import merge_into
 from .merge_pieces import merge_pieces
 from .mla_hopper_partitions import BLOCK, CHUNK, EMPTY, LATENT, ROPE, producer, scores, values_high, values_low
 from .splits import split_count
-
-LOG2_E = 1.4426950408889634
 
 # 512 threads leave 128 registers each; the values warpgroups take some of the others'. More makes one of them spill.
 _MAX_REGISTERS = 128
@@ -277,7 +277,7 @@ def _launch(
         TILES=tiles,
         WIDTH=at_once,
         BLOCK_B=triton.next_power_of_2(batch),
-        FACTOR=scale * LOG2_E,
+        FACTOR=scale * math.log2(math.e),
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )

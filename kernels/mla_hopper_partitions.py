@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +22,7 @@ CHUNK = gl.constexpr(128)
 EMPTY = gl.constexpr(-(2**30))  # bound of a row that sees no key
 RISE = gl.constexpr(8.0)  # P is at most 2 to the power of it
 NO_ROW = gl.constexpr(1e30)  # shift of what is no row at all: its P is 0, which takes the least power
-LN_2 = gl.constexpr(0.6931471805599453)
+LN_2 = gl.constexpr(math.log(2.0))
 
 
 @gluon.jit

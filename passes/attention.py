@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from .context import PassContext
 from .graph_tools import Emitter, aten, dcp
+
+if TYPE_CHECKING:
+    from .match_mla import MLASite
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Attention:
     calls: tuple[fx.Node, ...]
 
 
-def emit_attention(emit: Emitter, site, context: PassContext, q_latent: fx.Node, q_rope: fx.Node) -> Attention:
+def emit_attention(emit: Emitter, site: MLASite, context: PassContext, q_latent: fx.Node, q_rope: fx.Node) -> Attention:
     """Attention of ``site`` over this rank's pages.
 
     The model goes on with all heads of the queries, or with its run of them where it says so (``site.own``).

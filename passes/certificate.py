@@ -11,6 +11,7 @@ ones is noticed.
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
@@ -20,8 +21,11 @@ from dcp_compile.errors import MatchError
 
 from .graph_tools import cone, dcp, hint, is_size, value
 
+if TYPE_CHECKING:
+    from .match_mla import MLASite
 
-def certify(site, module: fx.GraphModule) -> None:
+
+def certify(site: MLASite, module: fx.GraphModule) -> None:
     """Raise MatchError unless ``site``'s keys and values are what absorption assumes.
 
     Args:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from torch import fx
 
 from dcp_compile.capture import StepGraph
 from dcp_compile.errors import InvariantError

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from dcp_compile.errors import InvariantError
 from dcp_compile.ops import exchange, markers, metadata
+
+if TYPE_CHECKING:
+    from dcp_compile._compat import FakeTensorMode
 
 dcp = torch.ops.dcp
 aten = torch.ops.aten
@@ -20,7 +24,7 @@ METADATA = frozenset(getattr(dcp, name).default for name in metadata.NAMES)
 EXCHANGES = frozenset(getattr(dcp, name).default for name in exchange.NAMES)
 
 
-def value(node: fx.Node):
+def value(node: fx.Node) -> Any:
     """Fake value of a node."""
     return node.meta["val"]
 
@@ -43,7 +47,7 @@ def location(node: fx.Node) -> str:
     return stack[-1][0]
 
 
-def fake_mode(graph: fx.Graph):
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """Fake-tensor mode the graph was traced in."""
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):

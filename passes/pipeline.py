@@ -26,7 +26,8 @@ def run_passes(graph: StepGraph, context: PassContext, passes: Sequence[ModuleTy
     """Rewrite ``graph`` in place with ``passes``, a run of PASSES; returns one record per pass.
 
     Raises:
-        MatchError: a layer cannot be absorbed; raised by the first pass, before anything is rewritten.
+        MatchError, UnsupportedModelError: a layer cannot be absorbed; raised by the first pass, before anything is
+            rewritten.
         InvariantError: a pass broke its contract.
     """
     results = []

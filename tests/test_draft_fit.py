@@ -70,6 +70,14 @@ def test_a_draft_whose_tensors_were_replaced(make: Callable) -> None:
         model.generate(ids, **options)
 
 
+def test_a_draft_for_fewer_tokens() -> None:
+    target = tiny_kimi_k3(5)
+    limit = CONFIG.max_seq_len - 1
+    with pytest.raises(ConfigError, match=rf"max_seq_len={limit + 1}, but .* max_position_embeddings={limit}; call optimize"):
+        dcp_compile.optimize(target, config=CONFIG, draft=draft_for(target, max_position_embeddings=limit))
+    assert not hasattr(target, "_dcp")
+
+
 def test_a_call_that_is_refused_compiles_no_draft() -> None:
     """Bad prompts are found before the draft is brought in, which would compile the target anew."""
     model = dcp_compile.optimize(tiny_kimi_k3(5), config=CONFIG)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import math
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from .contract import BackendCapabilities
 from .portable_tail import PortableTail
-
-# Gluon is experimental: its interface changes between Triton releases, so only those it was checked on are used.
-TRITON_VERSIONS = ("3.6",)
 
 
 class HopperBackend(PortableTail):
@@ -41,13 +38,11 @@ class HopperBackend(PortableTail):
     )
 
     def unavailable(self) -> str | None:
-        try:
-            version = importlib.metadata.version("triton")
-        except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        if not version.startswith(TRITON_VERSIONS):
-            return f"triton {version} is installed; the kernel was checked on {', '.join(TRITON_VERSIONS)}"
-        return None if torch.cuda.is_available() else "no CUDA device"
+        from ..kernels.device import gluon_unavailable
+
+        return gluon_unavailable() or (None if torch.cuda.is_available() else "no CUDA device")
 
     def attend_rows(self, *operands: Tensor | float) -> tuple[Tensor, Tensor]:
         from ..kernels.mla_hopper import mla_rows

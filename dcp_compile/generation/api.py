@@ -25,15 +25,21 @@ def generate(
     Args:
         model: a model returned by ``optimize()``.
         inputs: prompt token ids, int64 ``[rows, columns]``, left padded.
-        assistant_model: a source of drafts: a causal LM of the same vocabulary, or an object with ``dcp_proposer()``.
+        assistant_model: a source of drafts: a DSpark draft for this model, which is compiled at its first call; a causal LM
+            of the same vocabulary; or an object with ``dcp_proposer()``.
         streamer: receives the prompt and then each column of tokens, on the leader only.
         acceptance: "standard" (default) or "block", how drafts are accepted when sampling; both are lossless.
         kwargs: everything else ``model.generate()`` takes.
 
+    Returns:
+        Prompts and new tokens, int64 ``[rows, columns]``; with ``return_dict_in_generate`` a GenerateDecoderOnlyOutput.
+
     Raises:
-        UnsupportedModelError: the model is not compiled.
+        UnsupportedModelError: the model is not compiled, or tensors of it or of the draft were replaced since.
         GenerationError: an argument cannot be honoured.
         CapacityError: prompts and new tokens do not fit.
+        ConfigError, CaptureError, MatchError, BackendError: the draft does not fit the model, or cannot be compiled.
+        RankError: the ranks were asked for different things, or one does not answer.
     """
     if not is_attached(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; call dcp_compile.optimize(model) first")

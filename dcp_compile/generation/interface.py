@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generation asks of a compiled model.
+"""What generation asks of a compiled model; ``runtime/engine.py`` and ``runtime/session.py`` implement it.
 
-A row is one sequence of the batch. A session counts *committed* tokens per row: those whose KV entries and recurrent
+Rounds that run ahead (``ahead.py``) and DSpark drafts (``dspark.py``) need what only those have. A row is one sequence of the batch. A session counts *committed* tokens per row: those whose KV entries and recurrent
 state are final. The newest token of a row is never committed: it is fed by the next step.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..runtime.costs import StepCosts

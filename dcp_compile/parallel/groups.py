@@ -105,7 +105,7 @@ def parallel_layout(config: DCPConfig, device: torch.device) -> ParallelLayout:
     dcp_size = config.dcp_size if config.dcp_size is not None else tp_size
     size = max(tp_size, dcp_size)
     if size == 1:
-        return ParallelLayout()
+        return ParallelLayout(device=device, timeout=config.timeout)
     with answering_ranks("starting up"):
         _initialise(size, device, config.timeout)
         world, rank = dist.get_world_size(), dist.get_rank()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaying step programs as CUDA graphs.
 
-One graph per bucket (requests, rows per request), all in one memory pool. Inputs live in buffers the bucket owns; a smaller batch fills
-the rest with padded requests (position -1, state slot -1), which write nothing. Warm-up and capture run on padded
-requests only, so they leave KV caches and recurrent state as they were.
+One graph per bucket (requests, rows per request); those of an engine's step and verify programs share one memory pool. Inputs
+live in buffers the bucket owns; a smaller batch fills the rest with padded requests (position -1, state slot -1), which write
+nothing. Warm-up and capture run on padded requests only, so they leave KV caches and recurrent state as they were.
 """
 
 from __future__ import annotations

@@ -72,14 +72,6 @@ class K3DSparkConfig(PreTrainedConfig):
 
     model_type = "k3_dspark"
     default_theta = 50000.0
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_b_proj": "colwise",
-        "layers.*.self_attn.kv_b_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
 
     vocab_size: int = 163840
     draft_vocab_size: int | None = None
@@ -143,7 +135,7 @@ class K3DSparkConfig(PreTrainedConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ConfigError(

@@ -162,7 +162,9 @@ class DSparkDraftModel(DSparkBackbone):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike, *args: Any, config: PreTrainedConfig | None = None, **kwargs: Any):
+    def from_pretrained(
+        cls, path: str | os.PathLike, *args: Any, config: PreTrainedConfig | None = None, **kwargs: Any
+    ) -> Any:
         """As of every model; a config that the Auto classes have read as Qwen3's becomes the draft's."""
         if type(config) is Qwen3Config:
             config = cls.config_class.from_dict(config.to_dict())

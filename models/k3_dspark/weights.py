@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading that accepts exactly the tensors of a draft."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from dcp_compile.errors import CheckpointError
 
 
@@ -8,7 +12,7 @@ class StrictLoading:
     """Mixed in before PreTrainedModel: from_pretrained raises CheckpointError instead of warning and initialising."""
 
     @classmethod
-    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As PreTrainedModel.from_pretrained; raises CheckpointError listing all missing, unknown or odd tensors."""
         kwargs["ignore_mismatched_sizes"] = True  # so that they are reported together with the others, below
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)

@@ -157,7 +157,7 @@ class KimiK3Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         return super().from_dict(text_settings(config_dict), **kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -82,5 +82,5 @@ def test_more_rows_than_records(device: str) -> None:
     x, state = torch.zeros(3, 1, 1, device=device), torch.zeros(1, 1, 3, device=device)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     positions = torch.zeros(1, 3, dtype=torch.int64, device=device)
-    with pytest.raises(CapacityError, match="3 rows does not fit into the 2 records"):
+    with pytest.raises(CapacityError, match="3 rows per request does not fit: at most 2 may stay pending"):
         conv_window_verify(x, state, state[..., :2], one, one, positions)

@@ -201,7 +201,7 @@ def test_more_rows_than_records(device: str) -> None:
     state, record = torch.zeros(1, 1, 4, 4, device=device), torch.zeros(1, 2, 1, 4, device=device)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     positions = torch.zeros(1, 3, dtype=torch.int64, device=device)
-    with pytest.raises(CapacityError, match="3 rows does not fit into the 2 records"):
+    with pytest.raises(CapacityError, match="3 rows per request does not fit: at most 2 may stay pending"):
         kda_verify(q, q, q, q, q[..., 0], state, record, record, record, one, one, positions, 1.0, False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_compile.kernels.splits import MAX_SPLITS, split_count
+from dcp_compile.kernels.splits import split_count
 
 
 @pytest.mark.parametrize(
