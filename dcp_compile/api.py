@@ -18,7 +18,6 @@ from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
 from .parallel.agreement import check_agreement, config_facts
 from .parallel.shard import shard_of, take_part, weights_facts
-from .places import Places
 from .runtime.draft import DraftEngine
 
 
@@ -36,7 +35,6 @@ class Optimized:
     restore: Callable[[], None]
     draft: DraftEngine | None = None
     draft_report: CompileReport | None = None
-    draft_places: Places | None = None
     restore_draft: Callable[[], None] = lambda: None
 
 

@@ -25,6 +25,7 @@ from .parallel.peers import ExchangePath, open_exchange
 from .parallel.shard import shard_of
 from .passes import PASSES, PassContext, PassResult, run_passes
 from .passes.fingerprint import graph_fingerprint
+from .places import Places
 from .regions import RegionCompiler
 from .runtime.costs import measure_blocks, measure_verify
 from .runtime.draft import DraftEngine
@@ -205,6 +206,7 @@ def _draft_engine(
     adaptive = config.verify == "adaptive"
     compiled = DraftEngine(
         draft,
+        Places(draft),
         block,
         caches,
         engine.parallel,

@@ -14,7 +14,6 @@ from .errors import ConfigError, UnsupportedModelError
 from .parallel import ParallelLayout
 from .parallel.agreement import check_agreement, config_facts
 from .parallel.shard import shard_of, take_part, weights_facts
-from .places import Places
 from .runtime.draft import DraftEngine
 
 
@@ -80,7 +79,7 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     optimized = model.__dict__["_dcp"]
     if optimized.draft is not None and optimized.draft.model is draft:
         _check_weights(model, draft)
-        optimized.draft_places.check(draft)
+        optimized.draft.places.check(draft)
         return optimized.draft
     if draft.training:
         raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")
@@ -100,7 +99,7 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
     optimized.restore_draft()  # of the draft before this one
     model.__dict__["_dcp_engine"], optimized.report = engine, report
     optimized.draft, optimized.draft_report = compiled
-    optimized.draft_places, optimized.restore_draft = Places(draft), restore
+    optimized.restore_draft = restore
     return optimized.draft
 
 

@@ -7,6 +7,9 @@ Page ids are logical: one id names the same page in the pool of every layer and 
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+
 from ..errors import CapacityError
 from ..layout import NULL_PAGE
 
@@ -19,8 +22,8 @@ class _FreeList:
 
     def __init__(self, ids: range):
         self.total = len(ids)
-        self._ids = ids
-        self._free = sorted(ids, reverse=True)
+        self._free = list(ids)  # a heap
+        self._held: set[int] = set()
 
     @property
     def available(self) -> int:
@@ -34,15 +37,18 @@ class _FreeList:
             raise CapacityError(
                 f"{count} {self.what}s are needed but {len(self._free)} of {self.total} are free; {self.remedy}"
             )
-        return [self._free.pop() for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        self._held.update(taken)
+        return taken
 
     def give_back(self, ids: list[int]) -> None:
         """Return ids that :meth:`take` handed out; ValueError, with nothing returned, for any others."""
-        held = set(self._ids) - set(self._free)
-        wrong = sorted({entry for entry in ids if entry not in held or ids.count(entry) > 1})
+        wrong = sorted(entry for entry, count in Counter(ids).items() if entry not in self._held or count > 1)
         if wrong:
             raise ValueError(f"{self.what}s {wrong} are not in use, or were returned twice at once")
-        self._free = sorted({*self._free, *ids}, reverse=True)
+        self._held.difference_update(ids)
+        for entry in ids:
+            heapq.heappush(self._free, entry)
 
 
 class PagePool(_FreeList):

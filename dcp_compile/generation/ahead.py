@@ -25,7 +25,6 @@ from .call import DecodeCall
 from .columns import Columns
 from .dspark import DSparkProposer
 from .loop import append_column, judge
-from .processors import is_context_free
 
 
 def why_wait(engine: Engine, draft: DraftEngine, call: DecodeCall | None = None) -> str | None:
@@ -43,7 +42,7 @@ def why_wait(engine: Engine, draft: DraftEngine, call: DecodeCall | None = None)
     if call is not None:
         if call.input_ids.device != engine.device:
             return "the caller works on another device"
-        if not all(is_context_free(processor) for processor in call.processors):
+        if not call.ragged:
             return "a logits processor reads tokens, and all rows at one length"
     return None
 

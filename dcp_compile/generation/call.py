@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer
 
+from ..parallel.agreement import prompts_fingerprint
 from . import validate
 from .drafts import Sampling
 from .processors import is_context_free
@@ -79,6 +80,28 @@ class DecodeCall:
     def row_length(self) -> int:
         """Most tokens any row will hold, prompt included."""
         return self.max_length - min(self.pads)
+
+    def given(self) -> dict[str, object]:
+        """What ranks compare: which steps they run depends on it. Of processors and criteria the leader's count."""
+        return {
+            **prompts_fingerprint(self.prompts),
+            "max_length": self.max_length,
+            "eos_token_id": sorted(self.eos_tokens),
+            "pad_token_id": self.pad_token if self.pads_finished else None,
+            "do_sample": self.do_sample,
+            "output_scores or output_logits": self.scores or self.logits,
+            "criteria that do more than compare tokens": not self.stops_by_tokens,
+        }
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows may advance independently: no processor looks at other tokens than those it scores."""
+        return all(is_context_free(processor) for processor in self.processors)
+
+    @property
+    def stops_by_tokens(self) -> bool:
+        """Whether the criteria follow from the tokens alone: then every rank decides for itself, on the host."""
+        return all(type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in self.criteria)
 
     @property
     def sampling(self) -> Sampling:

@@ -11,16 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .._compat import CACHE_NAME
 from .call import DecodeCall
 from .interface import Session
-
-
-# What these decide follows from the tokens alone: it is decided on the host, by every rank for itself.
-_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
 
 
 class Columns:
@@ -38,7 +33,6 @@ class Columns:
         self._ids = call.input_ids.new_full((rows, call.max_length), call.pad_token)
         self._ids[:, : self.width] = call.input_ids
         self._host = self._ids.cpu()  # the same tensor if the caller works on the CPU
-        self._by_tokens = all(type(criterion) in _BY_TOKENS for criterion in call.criteria)
         self.lengths = [self.width] * rows
         self.unfinished = [True] * rows
         self._scores: tuple[Tensor, ...] | None = () if call.scores else None
@@ -130,7 +124,7 @@ class Columns:
             self._streamer.put(self._host[:, column].clone())
 
     def _stops(self) -> list[int]:
-        if self._by_tokens:
+        if self._call.stops_by_tokens:
             return self._call.criteria(self._host[:, : self.width], self._scores).tolist()
         self._session.wait()  # criteria read what they like
         stop = self._call.criteria(self.ids, self._scores)

@@ -7,7 +7,7 @@ state are final. The newest token of a row is never committed: it is fed by the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -83,12 +83,16 @@ class Engine(Protocol):
     max_query_rows: int
     verify_costs: StepCosts | None
 
-    def open(self, batch: int, max_length: int) -> Session:
+    def open(self, batch: int, max_length: int, given: Callable[[], Mapping[str, object]] = dict) -> Session:
         """Reserve a session for ``batch`` rows of at most ``max_length`` tokens each, prompt included.
 
         Room for the look-ahead of a verify step is added inside.
 
+        Args:
+            given: tells what else must be the same on all ranks, by name, if there are several.
+
         Raises:
+            RankError: the ranks were given different things; nothing has changed.
             CapacityError: they do not fit; nothing has changed.
         """
         ...

@@ -19,7 +19,6 @@ from .call import DecodeCall
 from .columns import Columns
 from .drafts import Proposal, Proposer
 from .interface import Session
-from .processors import is_context_free
 from .schedule import Schedule, WholeDrafts
 from .validate import check_proposal
 
@@ -57,7 +56,7 @@ def decode_speculative(
     proposer.begin(session, call.prompts, call.sampling)
     columns = Columns(call, session)
     rows = range(len(call.prompts))
-    ragged = all(is_context_free(processor) for processor in call.processors)
+    ragged = call.ragged
     append_column(session, call, columns, session.prefill(call.prompts), [True for _ in rows])
     columns.publish()
     while not columns.finished:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from .schedule import ByAcceptanceRate, ByConfidence, Schedule, WholeDrafts
 
 ENGINE = "_dcp_engine"
 _PLACES = "_dcp_places"
+_LOCK = "_dcp_lock"
 _DEFAULT_NGRAM = 2  # transformers' own
 
 
@@ -54,6 +56,7 @@ def attach(model: PreTrainedModel, engine: Engine) -> None:
         )
     vars(model)[ENGINE] = engine  # past nn.Module.__setattr__: an engine is no submodule
     vars(model)[_PLACES] = Places(model)
+    vars(model)[_LOCK] = threading.RLock()
     model.__class__ = _subclass(type(model))
 
 
@@ -66,7 +69,8 @@ def detach(model: PreTrainedModel) -> None:
     if not is_attached(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not optimised; nothing to undo")
     model.__class__ = type(model).__mro__[2]
-    del vars(model)[ENGINE], vars(model)[_PLACES]
+    for name in (ENGINE, _PLACES, _LOCK):
+        del vars(model)[name]
 
 
 def is_attached(model: Any) -> bool:
@@ -94,7 +98,7 @@ class DcpGenerateMixin:
         call = prepare(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, engine.vocab_size
         )
-        with engine.open(len(call.prompts), call.row_length) as session:
+        with engine.open(len(call.prompts), call.row_length, call.given) as session:
             return decode_plain(session, call)
 
     def _assisted_decoding(
@@ -123,10 +127,17 @@ class DcpGenerateMixin:
         make_proposer = _proposer(self, generation_config, assistant_model)
         engine = vars(self)[ENGINE]  # perhaps another than before
         width = _draft_width(engine, generation_config, assistant_model)
-        with engine.open(len(call.prompts), call.row_length) as session:
+        acceptance = acceptance or "standard"
+        given = {
+            "draft": type(assistant_model).__name__,
+            "draft tokens per step": width,
+            "acceptance": acceptance,
+            "processors that read tokens": not call.ragged,
+        }
+        with engine.open(len(call.prompts), call.row_length, lambda: call.given() | given) as session:
             proposer = make_proposer()
             try:
-                arguments = session, call, proposer, width, acceptance or "standard"
+                arguments = session, call, proposer, width, acceptance
                 if isinstance(proposer, DSparkProposer) and why_wait(engine, proposer.engine, call) is None:
                     return decode_ahead(*arguments)
                 return decode_speculative(*arguments, _schedule(self, width, assistant_model))
@@ -195,7 +206,8 @@ def _subclass(base: type) -> type:
         if arguments.get("streamer") is not None:
             holder = keywords if "streamer" in keywords else named
             holder["streamer"] = HeldStreamer(arguments["streamer"])
-        with torch.accelerator.device_index(self.device.index):  # Triton launches on the current device
+        # One call at a time: an engine's graphs have one set of buffers. And Triton launches on the current device.
+        with vars(self)[_LOCK], torch.accelerator.device_index(self.device.index):
             return base.generate(*bound.args, **bound.kwargs)
 
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..lower import StepProgram
 from ..parallel import ParallelLayout
 from ..parallel.failures import answering_ranks
+from ..places import Places
 from .costs import StepCosts
 from .graphs import ReplayedCall, buckets
 
@@ -27,7 +28,7 @@ class DraftEngine:
     """A compiled draft.
 
     Attributes:
-        model: the draft (its projections of target states and its Markov head are not rewritten).
+        model: the draft (its projections of target states and its Markov head are not rewritten). places: of its tensors.
         block: program of one block step. caches: its KV cache per layer.
         block_size, dcp_rank, dcp_size, interleave: token layout of the caches; those of one rank if they are replicated.
         kv_scale: what the values of the caches are multiplied by when they are read; 1 unless they are float8.
@@ -40,6 +41,7 @@ class DraftEngine:
     """
 
     model: torch.nn.Module
+    places: Places
     block: StepProgram
     caches: list[Tensor]
     parallel: ParallelLayout

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..errors import CapacityError
 from ..layout import pages_needed
 from ..lower import StepProgram
 from ..parallel import ParallelLayout
+from ..parallel.agreement import check_agreement
 from .costs import StepCosts
 from .session import Session
 
@@ -57,12 +58,18 @@ class Engine:
         """Width of a block table."""
         return table_columns(self.config, self.parallel.dcp_size)
 
-    def open(self, batch: int, max_length: int) -> Session:
+    def open(self, batch: int, max_length: int, given: Callable[[], Mapping[str, object]] = dict) -> Session:
         """Reserve pages and state slots for ``batch`` requests of up to ``max_length`` tokens each.
 
+        Args:
+            given: tells what else must be the same on all ranks, by name, if there are several.
+
         Raises:
+            RankError: the ranks were given different things. Nothing is reserved then.
             CapacityError: over max_batch_size or max_seq_len, or the pools are in use. Nothing is reserved then.
         """
+        if self.parallel.replica is not None:
+            check_agreement(self.parallel.replica, {**given(), "requests": batch, "tokens per request": max_length})
         config = self.config
         if not 1 <= batch <= config.max_batch_size:
             raise CapacityError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import CapacityError
 
-from ..parallel.agreement import check_agreement, prompts_fingerprint
 from ..parallel.failures import answering_ranks
 from ..parallel.peers import check_answering
 
@@ -115,10 +114,8 @@ class Session:
         Raises:
             CapacityError: a prompt is longer than what its request has reserved.
             ValueError: a prompt is missing or empty, or the session has tokens already.
-            RankError: the ranks were given different prompts.
         """
         prompts = [prompt.cpu() for prompt in prompts]
-        check_agreement(self.engine.parallel.replica, prompts_fingerprint(prompts))
         self._check_step([len(prompt) for prompt in prompts])
         if any(self.lengths) or not all(len(prompt) for prompt in prompts):
             raise ValueError("prefill() starts a session with one prompt of at least one token per request")

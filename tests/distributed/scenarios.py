@@ -201,6 +201,19 @@ def other_prompts() -> list:
 
 
 @scenario(2)
+def other_options() -> list:
+    """One rank's call ends, samples, keeps scores, processes or drafts in another way; then all make the same one."""
+    odd, model = dist.get_rank() == 1, compiled_model(CONFIG.replace(num_speculative_tokens=2))
+    stop, read = (lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)), (lambda ids, scores: scores)
+    cases: list[tuple[dict, dict]] = [  # of all ranks, of one
+        ({}, {"max_new_tokens": 4}), ({}, {"eos_token_id": 9}), ({}, {"do_sample": True}), ({}, {"stopping_criteria": [stop]}),
+        ({}, {"output_scores": True, "return_dict_in_generate": True}),
+        ({"prompt_lookup_num_tokens": 2}, {"logits_processor": [read]}), ({}, {"prompt_lookup_num_tokens": 2}), ({}, {}),
+    ]  # fmt: skip
+    return [failure(lambda: generate(model, [5, 6, 7], **all_, **(own if odd else {}))) for all_, own in cases]  # noqa: B023
+
+
+@scenario(2)
 def no_group_on_one_rank() -> dict:
     """One rank works alone and does not know that the other waits for it."""
     alone = dist.get_rank() == 1

@@ -14,7 +14,8 @@ from tests.distributed.scripts import run_scenarios
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list]:
     return run_scenarios(
-        "other_weights", "weights_that_lie_otherwise", "other_configurations", "other_settings", "other_sizes", "other_prompts"
+        "other_weights", "weights_that_lie_otherwise", "other_configurations", "other_settings", "other_sizes", "other_prompts",
+        "other_options",
     )
 
 
@@ -75,6 +76,21 @@ def test_other_prompts(reports: dict[str, list]) -> None:
     assert_all_refuse(ids, 1, "prompt ids")
     assert_all_refuse(lengths, 1, "prompt lengths")
     assert_all_refuse(rows, 1, "prompt lengths")
+    assert [report["error"] for report in same] == [None, None]
+
+
+def test_other_options_of_a_call(reports: dict[str, list]) -> None:
+    """What decides how many steps a rank runs, and which."""
+    *cases, same = zip(*reports["other_options"], strict=True)
+    fields = (
+        "max_length", "eos_token_id", "do_sample", "criteria that do more than compare tokens", "output_scores or output_logits",
+        "processors that read tokens",
+    )  # fmt: skip
+    *named, drafts = cases
+    for case, field in zip(named, fields, strict=True):
+        assert_all_refuse(case, 1, field)
+    for report in drafts:
+        assert report["error"] == "RankError" and "rank 1 compares prompt lengths and" in report["text"]
     assert [report["error"] for report in same] == [None, None]
 
 

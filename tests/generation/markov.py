@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from dcp_compile.generation.drafts import Proposal
@@ -19,7 +21,7 @@ class MarkovEngine:
         self.vocab_size = len(table)
         self.drafted = self.accepted = 0
 
-    def open(self, batch: int, max_length: int) -> MarkovSession:
+    def open(self, batch: int, max_length: int, given: Callable[[], Mapping[str, object]] = dict) -> MarkovSession:
         return MarkovSession(self, batch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class ReferenceEngine:
         self.drafted = self.accepted = 0
         self.longest = 0  # tokens any row held, drafts included
 
-    def open(self, batch: int, max_length: int) -> ReferenceSession:
+    def open(self, batch: int, max_length: int, given: Callable[[], Mapping[str, object]] = dict) -> ReferenceSession:
         if batch > self.max_batch or max_length > self.max_length:
             raise CapacityError(
                 f"{batch} rows of {max_length} tokens; the limit is {self.max_batch} of {self.max_length}"

@@ -249,14 +249,14 @@ def test_a_session_that_went_ahead_takes_no_steps_of_the_host(setup) -> None:
 
 def test_what_makes_rounds_wait(setup, launched) -> None:
     engine, draft = setup.optimised._dcp_engine, setup.optimised._dcp.draft
-    call = SimpleNamespace(input_ids=torch.zeros(1, 1), processors=[TopKLogitsWarper(3)])
+    call = SimpleNamespace(input_ids=torch.zeros(1, 1), ragged=True)
     assert why_wait(engine, draft) is why_wait(engine, draft, call) is None
     reasons = [
         why_wait(dataclasses.replace(engine, verify_costs=object()), draft),
         why_wait(dataclasses.replace(engine, reads_lengths=True), draft),
         why_wait(engine, dataclasses.replace(draft, reads_lengths=True)),
-        why_wait(engine, draft, SimpleNamespace(input_ids=torch.zeros(1, 1, device="meta"), processors=[])),
-        why_wait(engine, draft, SimpleNamespace(input_ids=torch.zeros(1, 1), processors=[TopKLogitsWarper(3), print])),
+        why_wait(engine, draft, SimpleNamespace(input_ids=torch.zeros(1, 1, device="meta"), ragged=True)),
+        why_wait(engine, draft, SimpleNamespace(input_ids=torch.zeros(1, 1), ragged=False)),
     ]
     assert None not in reasons and len(set(reasons)) == 5
     assert "the host reads tokens one round late" in dcp_compile.explain(setup.optimised)

@@ -8,6 +8,8 @@ import inspect
 import io
 import json
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,6 +109,36 @@ def saved_and_loaded(model):
     torch.save(model, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
+
+
+def test_threads_take_turns(attached):
+    """A second call waits for the first, which may itself call generate(), as a processor of guided decoding does."""
+    opened, most = 0, 0
+    engine = vars(attached)["_dcp_engine"]
+    begin, wanted = engine.open, attached.generate(IDS, max_new_tokens=4, do_sample=False).tolist()
+
+    class Counting:
+        def __init__(self, session):
+            self._session = session
+
+        def __enter__(self):
+            nonlocal opened, most
+            opened, most = opened + 1, max(most, opened + 1)
+            time.sleep(0.05)
+            return self._session.__enter__()
+
+        def __exit__(self, *exc_info):
+            nonlocal opened
+            opened -= 1
+            return self._session.__exit__(*exc_info)
+
+    engine.open = lambda *arguments: Counting(begin(*arguments))
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(attached.generate, IDS, max_new_tokens=4, do_sample=False) for _ in range(3)]
+        assert [call.result().tolist() for call in calls] == [wanted] * 3
+    assert most == 1
+    within = lambda ids, scores: (attached.generate(IDS, max_new_tokens=1), scores)[1]  # noqa: E731
+    assert attached.generate(IDS, max_new_tokens=4, do_sample=False, logits_processor=[within]).tolist() == wanted
 
 
 def test_copies_are_refused(attached):

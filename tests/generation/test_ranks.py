@@ -20,7 +20,7 @@ class RankEngine(ReferenceEngine):
         self.tape = tape
         self.is_leader = is_leader
 
-    def open(self, batch, max_length):
+    def open(self, batch, max_length, given=dict):
         self.opened += 1
         return RankSession(self, batch, max_length)
 
