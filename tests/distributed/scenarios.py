@@ -84,8 +84,8 @@ def failure(job: Callable[[], Any]) -> dict[str, Any]:
     return {"error": name, "text": text, "seconds": time.monotonic() - started}
 
 
-def generate(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
+def generate(model: Any, prompt: list[int], rows: int = 1, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt] * rows)
     defaults = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     return model.generate(ids, **{**defaults, **options})[0, len(prompt) :].tolist()
 
@@ -188,15 +188,11 @@ def other_prompts() -> list:
     """One rank is given another token, a longer prompt, another number of prompts; then all are given the same."""
     odd = dist.get_rank() == 1
     model = compiled_model(CONFIG)
-
-    def run(prompt: list[int], rows: int = 1) -> Any:
-        return model.generate(torch.tensor([prompt] * rows), max_new_tokens=3, do_sample=False, eos_token_id=None)
-
     return [
-        failure(lambda: run([5, 6, 8 if odd else 7])),
-        failure(lambda: run([5, 6, 7, 8] if odd else [5, 6, 7])),
-        failure(lambda: run([5, 6, 7], rows=2 if odd else 1)),
-        failure(lambda: run([5, 6, 7], rows=2)),
+        failure(lambda: generate(model, [5, 6, 8 if odd else 7])),
+        failure(lambda: generate(model, [5, 6, 7, 8] if odd else [5, 6, 7])),
+        failure(lambda: generate(model, [5, 6, 7], rows=2 if odd else 1)),
+        failure(lambda: generate(model, [5, 6, 7], rows=2)),
     ]
 
 
@@ -204,11 +200,11 @@ def other_prompts() -> list:
 def other_options() -> list:
     """One rank's call ends, samples, keeps scores, processes or drafts in another way; then all make the same one."""
     odd, model = dist.get_rank() == 1, compiled_model(CONFIG.replace(num_speculative_tokens=2))
-    stop, read = (lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)), (lambda ids, scores: scores)
+    stop, read = (lambda ids, scores: ids[:, 0] < 0), (lambda ids, scores: scores)
     cases: list[tuple[dict, dict]] = [  # of all ranks, of one
         ({}, {"max_new_tokens": 4}), ({}, {"eos_token_id": 9}), ({}, {"do_sample": True}), ({}, {"stopping_criteria": [stop]}),
-        ({}, {"output_scores": True, "return_dict_in_generate": True}),
-        ({"prompt_lookup_num_tokens": 2}, {"logits_processor": [read]}), ({}, {"prompt_lookup_num_tokens": 2}), ({}, {}),
+        ({}, {"output_scores": True, "return_dict_in_generate": True}), ({}, {"prompt_lookup_num_tokens": 2}),
+        ({"prompt_lookup_num_tokens": 2}, {"logits_processor": [read]}), ({}, {}),
     ]  # fmt: skip
     return [failure(lambda: generate(model, [5, 6, 7], **all_, **(own if odd else {}))) for all_, own in cases]  # noqa: B023
 
