@@ -13,9 +13,11 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    TextStreamer,
 )
 from transformers.generation import BaseStreamer
 
+from ..errors import GenerationError
 from ..parallel.agreement import prompts_fingerprint
 from . import validate
 from .drafts import Sampling
@@ -29,6 +31,14 @@ class HeldStreamer(BaseStreamer):
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer = streamer
         self._held: list[Tensor] = []
+
+    def check_rows(self, rows: int) -> None:
+        """GenerationError, on every rank, where the streamer would raise on the leader alone."""
+        if rows > 1 and type(self._streamer).put is TextStreamer.put:
+            raise GenerationError(
+                f"a {type(self._streamer).__name__} shows one sequence, but the call has {rows}; leave streamer out, or call "
+                "generate() once per prompt"
+            )
 
     def put(self, value: Tensor) -> None:
         self._held.append(value)
@@ -119,6 +129,8 @@ def prepare(
 ) -> DecodeCall:
     """Collect the arguments of a transformers decoding method; raises GenerationError for what cannot be decoded."""
     validate.check_model_kwargs(model_kwargs)
+    if streamer is not None:
+        streamer.check_rows(len(input_ids))
     input_ids = input_ids.long()
     prompts, pads = validate.split_prompts(input_ids, model_kwargs.get("attention_mask"), vocab_size)
     eos_tokens = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]

@@ -90,6 +90,14 @@ def test_text_streamers(qwen, tokenizer, capsys):
     assert "".join(streamer) in printed[0]
 
 
+def test_text_streamers_are_for_one_sequence(qwen, tokenizer):
+    """transformers' own error would come from the leader alone, and leave the other ranks a call behind."""
+    opened = qwen.engine.opened
+    with pytest.raises(GenerationError, match="TextStreamer shows one sequence, but the call has 2"):
+        qwen.compiled.generate(**ids_of(tokenizer, TEXTS), max_new_tokens=2, streamer=TextStreamer(tokenizer))
+    assert qwen.engine.opened == opened
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_pipeline(qwen, tokenizer, batch_size):
     options = {"max_new_tokens": 6, "do_sample": False}
