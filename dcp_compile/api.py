@@ -162,3 +162,8 @@ def _check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} lies on {', '.join(devices)}; load it whole on one real device per rank "
             "(no device_map over several devices)"
         )
+    if torch.is_autocast_enabled(model.device.type):
+        raise UnsupportedModelError(
+            f"torch.autocast is on for {model.device.type}: compiled steps compute in the dtype of the weights, {model.dtype}; "
+            "call optimize() outside of it, on a model loaded with the dtype you want"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ from .runtime.replicated import replicated_block
 
 FLOAT8_CAPABILITY = (8, 9)
 """First CUDA compute capability that Triton converts to and from float8_e4m3fn on."""
+
+_TRACING = threading.Lock()  # functions of the models' modules are replaced meanwhile
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def compile_model(
         BackendError: no attention backend can serve it; the reasons are listed.
         RankError: the ranks would run different graphs.
     """
-    captured = capture(model, ("taps",), tap_layers=tap_layers) if tap_layers else capture(model)
+    with _TRACING:
+        captured = capture(model, ("taps",), tap_layers=tap_layers) if tap_layers else capture(model)
     if not any(ref.kind == "kv_cache" for ref in captured.states.values()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no MLA attention layer: there is no KV cache to compile for"
@@ -143,7 +147,9 @@ def compile_draft(
     step = DraftStep(draft, target.get_input_embeddings(), target.get_output_embeddings())
     if draft.replicated_cache:
         return compile_replicated(step, engine), None
-    return compile_block(capture(step, ("hidden_states",)), draft, engine)
+    with _TRACING:
+        captured = capture(step, ("hidden_states",))
+    return compile_block(captured, draft, engine)
 
 
 def compile_replicated(step: DraftStep, engine: Engine) -> DraftEngine:

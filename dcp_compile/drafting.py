@@ -28,8 +28,10 @@ def tap_layers(model: PreTrainedModel, draft: PreTrainedModel, max_seq_len: int)
     Raises:
         ConfigError: the draft was made for another target or for fewer than ``max_seq_len`` tokens, or is of another type
             or on another device.
-        UnsupportedModelError: the target does not give hidden states of its layers.
+        UnsupportedModelError: the draft is in training mode, or the target does not give hidden states of its layers.
     """
+    if draft.training:
+        raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")
     draft.config.check_target(model.config)
     _check_weights(model, draft)
     width = model.get_input_embeddings().weight.shape[1]
@@ -81,8 +83,6 @@ def prepare_draft(model: PreTrainedModel, draft: PreTrainedModel) -> DraftEngine
         _check_weights(model, draft)
         optimized.draft.places.check(draft)
         return optimized.draft
-    if draft.training:
-        raise UnsupportedModelError(f"{type(draft).__name__} is in training mode; call draft.eval() first")
     if not optimized.config.num_speculative_tokens:
         raise ConfigError("num_speculative_tokens=0: call optimize() with at least 1 to generate with a draft")
     taps = tap_layers(model, draft, optimized.config.max_seq_len)

@@ -126,13 +126,26 @@ def test_a_generate_of_its_own_stands_in_the_way() -> None:
 
 
 def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
-    """Found when the target is compiled already."""
+    """Found before the target is compiled, or when it is already."""
     model = tiny_kimi_k3(2)
     before = state_of(model)
     draft = draft_for(model, taps=(0, 1)).train()
     with pytest.raises(UnsupportedModelError, match="K3DSparkModel is in training mode"):
         dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
+    assert changes(before, state_of(model)) == []
+    draft.eval().layers[0].self_attn.forward = lambda x, *rest: x  # no attention to compile
+    with pytest.raises(UnsupportedModelError, match="DraftStep: expected one latent call"):
+        dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
     assert changes(before, state_of(model)) == ["storage"]
+
+
+def test_autocast_is_refused() -> None:
+    """What it would trace are casts of the weights, and its types are not those of the caches."""
+    model = vary(Variant)
+    before = state_of(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedModelError, match="autocast is on for cpu"):
+        dcp_compile.optimize(model, config=CONFIG)
+    assert changes(before, state_of(model)) == []
 
 
 def test_inference_mode_may_end_after_optimize() -> None:

@@ -63,6 +63,11 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     """
     if model.training:
         raise GenerationError("the model is in training mode; call model.eval() before generate()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise GenerationError(
+            f"torch.autocast is on for {model.device.type}: compiled steps compute in the dtype of the weights, {model.dtype}; "
+            f"call generate() outside of it, or {UNOPTIMIZE}"
+        )
     for name, reason in _REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise GenerationError(f"{name} is not available on a compiled model: {reason}; or {UNOPTIMIZE}")

@@ -93,6 +93,12 @@ def test_refused_before_anything_changes(qwen, name):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_autocast_is_refused(qwen):
+    """Its types are not those of the compiled steps."""
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(GenerationError, match="autocast is on for cpu.*float32"):
+        qwen.compiled.generate(IDS, max_new_tokens=3)
+
+
 def test_every_mode_is_supported_or_has_a_way_out():
     for mode in GenerationMode:
         if mode in validate.SUPPORTED_MODES:
