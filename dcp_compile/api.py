@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
 from .config import DCPConfig, check_experts_dealt
-from .drafting import of_draft, prepare_draft, tap_layers
+from .drafting import is_dspark, of_draft, prepare_draft, tap_layers
 from .errors import ConfigError, UnsupportedModelError
 from .generation.patch import attach, detach
 from .parallel import ParallelLayout, parallel_layout
@@ -64,7 +64,7 @@ def optimize(
 
     Raises:
         UnsupportedModelError, CaptureError, MatchError: the model cannot be optimised; it is unchanged.
-        ConfigError, BackendError: the settings cannot be met; the model is unchanged.
+        ConfigError, BackendError, CapacityError: the settings cannot be met; the model is unchanged.
         RankError: the ranks hold different models or settings.
 
     Weights keep their values whatever happens; some may lie elsewhere in memory once everything has been compiled.
@@ -77,6 +77,11 @@ def optimize(
     if backend != "auto":
         settings = settings.replace(backend=backend)
     _check_model(model)
+    if draft is not None and not is_dspark(draft):
+        raise ConfigError(
+            f"draft is a {type(draft).__name__}, not a DSpark draft, which is what optimize() compiles; pass another language "
+            "model to generate() as assistant_model"
+        )
     settings = _settings_of_part(model, settings)
     with torch.accelerator.device_index(model.device.index):  # Triton launches, and streams are made, on the current device
         _optimize(model, settings, draft)

@@ -74,6 +74,7 @@ def compile_model(
         UnsupportedModelError: it has no MLA layer.
         ConfigError: settings that this device, or this group of ranks, cannot meet.
         BackendError: no attention backend can serve it; the reasons are listed.
+        CapacityError: the device has no room for the caches.
         RankError: the ranks would run different graphs.
     """
     with _TRACING:
@@ -288,7 +289,9 @@ class DraftStep(nn.Module):
 
 
 def _check_available(config: DCPConfig, device: torch.device) -> None:
-    """ConfigError for settings whose machinery does not exist, or not on this device; silence would hide that."""
+    """ConfigError or BackendError for settings whose machinery does not exist, or not on this device."""
+    if config.draft_backend != "auto":
+        backends.get_backend(config.draft_backend)
     if config.kv_cache_dtype == "float8_e4m3fn" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FLOAT8_CAPABILITY:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
+from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .capture import Joined, StateRef, StepGraph
+from .errors import CapacityError
 from .regions import RegionCompiler
 
 StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
@@ -18,14 +21,22 @@ StepProgram = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 
 def allocate_states(graphs: list[StepGraph]) -> dict[StateRef, Tensor]:
-    """Zeroed tensors for every state input of the graphs, in the shapes and types the passes gave them."""
-    states: dict[StateRef, Tensor] = {}
-    for graph in graphs:
-        for node, ref in graph.states.items():
-            fake = node.meta["val"]
-            if ref not in states:
-                states[ref] = torch.zeros(tuple(fake.shape), dtype=fake.dtype, device=fake.device)
-    return states
+    """Zeroed tensors for every state input of the graphs, in the shapes and types the passes gave them.
+
+    Raises:
+        CapacityError: the device has no room for all of them.
+    """
+    wanted: dict[StateRef, Tensor] = {}
+    for node, ref in chain.from_iterable(graph.states.items() for graph in graphs):
+        wanted.setdefault(ref, node.meta["val"])
+    try:
+        return {ref: torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device) for ref, like in wanted.items()}
+    except RuntimeError as error:  # out of memory
+        total = sum(math.prod(like.shape) * like.dtype.itemsize for like in wanted.values())
+        raise CapacityError(
+            f"KV caches and recurrent states of {total / 2**30:.1f} GiB do not fit: {str(error).splitlines()[0]}; call "
+            "optimize() with a smaller max_seq_len or max_batch_size"
+        ) from error
 
 
 def lower(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dcp_compile
-from dcp_compile import BackendError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
+from dcp_compile import BackendError, CapacityError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
 from tests.mla_variants import ScalesValues, Variant, vary
 from tests.model_state import changes, state_of
 from tests.models.k3_dspark.tiny_draft import draft_for
@@ -137,6 +137,27 @@ def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
     with pytest.raises(UnsupportedModelError, match="DraftStep: expected one latent call"):
         dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
     assert changes(before, state_of(model)) == ["storage"]
+
+
+@pytest.mark.parametrize("draft", [vary(Variant), "folder"])
+def test_only_dspark_drafts_are_compiled(draft: object) -> None:
+    model = vary(Variant)
+    with pytest.raises(ConfigError, match=f"draft is a {type(draft).__name__}, not a DSpark draft.*assistant_model"):
+        dcp_compile.optimize(model, config=CONFIG, draft=draft)
+    assert not hasattr(model, "_dcp")
+
+
+def test_caches_that_fit_nowhere() -> None:
+    model = vary(Variant)
+    before = state_of(model)
+    with pytest.raises(CapacityError, match=r"recurrent states of .* GiB do not fit: .*; call optimize\(\) with a smaller"):
+        dcp_compile.optimize(model, config=CONFIG.replace(max_seq_len=10**12))
+    assert changes(before, state_of(model)) == []
+
+
+def test_an_unknown_backend_for_drafts_is_found_at_once() -> None:
+    with pytest.raises(BackendError, match="unknown attention backend 'nope'; known backends: "):
+        dcp_compile.optimize(vary(Variant), config=CONFIG.replace(draft_backend="nope"))
 
 
 def test_autocast_is_refused() -> None:
