@@ -175,3 +175,14 @@ def test_inference_mode_may_end_after_optimize() -> None:
         model = dcp_compile.optimize(tiny_deepseek_v3(1), config=dcp_compile.DCPConfig(max_batch_size=1, max_seq_len=64))
         inside = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
     assert torch.equal(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False), inside)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: the current one, and the model's")
+def test_a_model_on_a_device_that_is_not_the_current_one() -> None:
+    model = dense().to("cuda:1")
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    ids = torch.randint(3, VOCAB, (2, 7), device="cuda:1")
+    wanted = model.generate(ids, **options)
+    dcp_compile.optimize(model, config=CONFIG)
+    assert torch.equal(model.generate(ids, **options), wanted) and torch.cuda.current_device() == 0

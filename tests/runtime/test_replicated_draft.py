@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import dcp_compile
+from dcp_compile.runtime.replicated import replicated_block
 from tests.distributed.drafting import check_window
 from tests.generation.helpers import prompts
 from tests.models.k3_dspark.tiny_gqa_draft import gqa_draft
@@ -25,6 +30,22 @@ def test_blocks_see_the_window_and_themselves(kind: str, fresh_seed: int) -> Non
 def test_it_keeps_its_dtype_beside_a_float8_cache(fresh_seed: int) -> None:
     cache = {"kv_cache_dtype": "float8_e4m3fn", "kv_cache_scale": 2.0**-5}
     assert check_window(seed=fresh_seed, kind="grouped", windows=[9, None], dcp_size=1, **cache) < 1e-9
+
+
+def test_rows_that_are_left_out_widen_no_window() -> None:
+    class Step(nn.Module):
+        config = SimpleNamespace(num_key_value_heads=1)
+
+        def forward(self, ids, positions, cache, attention_mask):
+            self.seen = attention_mask.tolist()
+            return CausalLMOutputWithPast(logits=torch.zeros(*ids.shape, 3), hidden_states=torch.zeros(*ids.shape, 2))
+
+    step = Step()
+    rows = torch.tensor([[30, 31], [-1, -1], [2, 3]])
+    inputs = {"positions": rows, "row_positions": rows, "input_ids": torch.zeros_like(rows).flatten()}
+    table = torch.arange(1, 25).view(3, 8)
+    replicated_block(step, [torch.randn(25, 4, 2)], window=5)({**inputs, "block_table": table})
+    assert step.seen == [[True] * 7, [False] * 7, [True, True, False, False, False, True, True]]
 
 
 def draft_for(config, seed: int, **overrides):
