@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .compiler import CompileReport, compile_model
@@ -161,6 +162,11 @@ def _check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is optimised already; call unoptimize() first")
     if model.training:
         raise UnsupportedModelError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if any(isinstance(parameter.data, DTensor) for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was split by transformers (tp_plan): load it without, whole on every rank, or a Kimi-K3 with "
+            "tp_size"
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
         raise UnsupportedModelError(

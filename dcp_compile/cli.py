@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=_positive(math.inf), default=1.0)
     generate.add_argument("--top-k", type=_at_least(0), default=0, help="0: no limit")
     generate.add_argument("--top-p", type=_positive(1.0), default=1.0)
-    generate.add_argument("--seed", type=int, default=0, help="of the draws")
+    generate.add_argument("--seed", type=_at_least(0, 2**64 - 1), default=0, help="of the draws")
     generate.add_argument("--prompt-lookup", type=_at_least(1), metavar="N", help="draft N tokens by n-gram lookup")
     _add_draft_option(generate)
     generate.set_defaults(command=_generate)
@@ -83,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(low: int) -> Callable[[str], int]:
-    """An argument type: an integer of at least ``low``."""
+def _at_least(low: int, high: float = math.inf) -> Callable[[str], int]:
+    """An argument type: an integer of at least ``low``, and at most ``high``."""
 
     def integer(text: str) -> int:
         value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is less than {low}" if value < low else f"{value} is more than {high}")
         return value
 
     return integer

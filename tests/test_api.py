@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_compile
 from dcp_compile import BackendError, CapacityError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
@@ -137,6 +140,19 @@ def test_a_draft_that_cannot_be_used_leaves_the_model_alone() -> None:
     with pytest.raises(UnsupportedModelError, match="DraftStep: expected one latent call"):
         dcp_compile.optimize(model, config=CONFIG.replace(num_speculative_tokens=1), draft=draft)
     assert changes(before, state_of(model)) == ["storage"]
+
+
+def test_a_model_that_transformers_has_split(tmp_path) -> None:
+    model = dense()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(distribute_tensor(head.weight.data, mesh, [Shard(0)]))
+        with pytest.raises(UnsupportedModelError, match=r"DeepseekV3ForCausalLM was split by transformers \(tp_plan\): load it"):
+            dcp_compile.optimize(model, config=CONFIG)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("draft", [vary(Variant), "folder"])

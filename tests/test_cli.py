@@ -145,7 +145,7 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("option", [
     ["bench", "--new-tokens", "1"], ["bench", "--runs", "0"], ["bench", "--batch", "x"], ["explain", "--dcp-size", "0"],
-    ["generate", "--temperature", "0"], ["generate", "--top-k", "-3"], ["generate", "--top-p", "1.5"],
+    ["generate", "--seed", str(2**64)], ["generate", "--temperature", "0"], ["generate", "--top-k", "-3"], ["generate", "--top-p", "1.5"],
 ])  # fmt: skip
 def test_bad_numbers_are_usage_errors(folder, option, capsys):
     command, *option = option

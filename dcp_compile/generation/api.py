@@ -27,7 +27,7 @@ def generate(
         inputs: prompt token ids, int64 ``[rows, columns]``, left padded.
         assistant_model: a source of drafts: a DSpark draft for this model, which is compiled at its first call; a causal LM
             of the same vocabulary; or an object with ``dcp_proposer()``.
-        streamer: receives the prompt and then each column of tokens, on the leader only.
+        streamer: receives the prompt and then each column of tokens, on the leader only; on other ranks it is only ended.
         acceptance: "standard" (default) or "block", how drafts are accepted when sampling; both are lossless.
         kwargs: everything else ``model.generate()`` takes.
 

@@ -46,13 +46,27 @@ class HeldStreamer(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def release(self, is_leader: bool) -> BaseStreamer | None:
-        """The caller's streamer, brought up to date; None on every rank but the leader."""
+    def release(self, is_leader: bool) -> BaseStreamer:
+        """The caller's streamer, brought up to date; on other ranks than the leader one that only tells it of the end."""
         if not is_leader:
-            return None
+            return _EndingStreamer(self._streamer)
         for value in self._held:
             self._streamer.put(value)
         return self._streamer
+
+
+class _EndingStreamer(BaseStreamer):
+    """Ends another streamer, for which a thread may be waiting, but for one that would print an empty line then."""
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self._streamer = streamer
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        if getattr(type(self._streamer), "on_finalized_text", None) is not TextStreamer.on_finalized_text:
+            self._streamer.end()
 
 
 @dataclass(frozen=True)

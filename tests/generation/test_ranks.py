@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 from dcp_compile.generation.patch import attach
 from tests.generation.helpers import Recorder, prompts, tiny_qwen3
@@ -83,7 +83,19 @@ def test_a_follower_gives_the_leaders_answer(draft, do_sample):
     assert output.sequences.tolist() == expected.sequences.tolist()
     assert len(output.scores) == len(expected.scores) and not tape
     assert streamers[0].values and streamers[0].ends == 1
-    assert not streamers[1].values and not streamers[1].ends
+    assert not streamers[1].values and streamers[1].ends == 1  # a thread may wait for it
+
+
+def test_a_followers_text_streamers_show_nothing(tokenizer, capsys):
+    """One that a thread iterates over comes to its end, one that prints stays silent."""
+    inputs, tape = prompts(31, [4]), []
+    rank(tape, True).generate(**inputs, max_new_tokens=3, do_sample=False)
+    follower, iterated = rank(tape, False), TextIteratorStreamer(tokenizer, timeout=5)
+    tape += [tensor.clone() for tensor in tape]
+    follower.generate(**inputs, max_new_tokens=3, do_sample=False, streamer=iterated)
+    assert "".join(iterated) == ""
+    follower.generate(**inputs, max_new_tokens=3, do_sample=False, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("leader_stops", [True, False])
