@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What generation asks of a compiled model; ``runtime/engine.py`` and ``runtime/session.py`` implement it.
 
-Rounds that run ahead (``ahead.py``) and DSpark drafts (``dspark.py``) need what only those have. A row is one sequence of the batch. A session counts *committed* tokens per row: those whose KV entries and recurrent
-state are final. The newest token of a row is never committed: it is fed by the next step.
+Rounds that run ahead (``ahead.py``) and DSpark drafts (``dspark.py``) need what only those have. A row is one sequence of
+the batch. A session counts *committed* tokens per row: those whose KV entries and recurrent state are final. The newest
+token of a row is never committed: it is fed by the next step.
 """
 
 from __future__ import annotations
