@@ -144,3 +144,21 @@ def test_biases_that_the_plan_does_not_split_are_refused() -> None:
     model.model.layers[0].self_attn.q_b_proj.bias = nn.Parameter(torch.zeros(4 * 24))
     with pytest.raises(UnsupportedModelError, match=r"layers.0.self_attn.q_b_proj.bias belongs to .* tp_size=2 splits"):
         plan_splits(model, TRANSFORMERS_HEADS, 2)
+
+
+def test_a_model_that_cannot_be_split_to_the_end_is_whole_again(monkeypatch) -> None:
+    """The last of its parts finds no memory."""
+    model = tiny_deepseek_v3(2)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    cut, parts = Split.cut, iter(range(2 * 2))
+
+    def last_fails(self: Split, *arguments: object) -> torch.Tensor:
+        if next(parts, None) is None:
+            raise torch.OutOfMemoryError("no memory")
+        return cut(self, *arguments)
+
+    monkeypatch.setattr(Split, "cut", last_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        take_part(model, ParallelLayout(tp_size=2, dcp_size=2), False, "sharded")
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert all(parameter.shape == wanted.shape for parameter, wanted in zip(model.parameters(), tiny_deepseek_v3(2).parameters()))

@@ -87,6 +87,17 @@ def test_pages_and_slots_come_back_after_an_error(engine: Engine) -> None:
     session.close()  # once more does nothing
 
 
+def test_pages_and_slots_come_back_if_opening_is_interrupted(engine: Engine, monkeypatch) -> None:
+    """The fixture looks at the pools."""
+
+    def interrupt(slots: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_reset", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.open(2, 8)
+
+
 def test_a_closed_session_is_of_no_use(engine: Engine) -> None:
     with engine.open(1, 8) as session:
         pass
