@@ -97,7 +97,7 @@ def _per(units: int) -> int:
 
 
 def _room(units: int) -> int:
-    """Units of one channel in a message of ``units`` units, which is as many as in any smaller one."""
+    """Most units of one channel in a message of ``units`` units; in a smaller message no channel has more."""
     return triton.cdiv(units, CHANNELS * _per(units)) * _per(units)
 
 
