@@ -87,12 +87,11 @@ def _merge(
     )  # fmt: skip
 
 
-def merge_options(few: bool, latent: int, parts: int) -> dict[str, int]:
-    """Block sizes to launch with, for few or many rows x heads of about ``parts`` parts."""
-    # Few: several programs share a row, and each has many parts on their way at once.
-    columns = min(256 if few else 512, triton.next_power_of_2(latent))
-    chunk = min(16 if few else 4, triton.next_power_of_2(max(parts, 1)))
-    return dict(BLOCK_LATENT=columns, CHUNK=chunk, num_warps=max(columns * chunk // 1024, 1))
+def merge_options(latent: int, parts: int, columns: int, chunk: int) -> dict[str, int]:
+    """What to launch with: at most ``columns`` per program, which has ``chunk`` parts on their way at once."""
+    columns = min(columns, triton.next_power_of_2(latent))
+    chunk = min(chunk, triton.next_power_of_2(max(parts, 1)))
+    return dict(BLOCK_LATENT=columns, CHUNK=chunk, num_warps=max(columns // 256, 1))
 
 
 def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -104,7 +103,11 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     parts, rows, heads, latent = outs.shape
     if rows * heads == 0:
         return
-    options = merge_options(rows * heads <= _FEW, latent, parts)
+    columns, chunk = 512, 4
+    if rows * heads <= _FEW:  # several programs share one, each with as many values on their way as its registers hold
+        chunk = min(32, triton.next_power_of_2(max(parts, 1)))
+        columns = 2048 // chunk
+    options = merge_options(latent, parts, columns, chunk)
     _merge[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,

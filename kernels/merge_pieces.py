@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .merge import merge_item, merge_options
 
-# More rows x heads count as few than where all have equally many parts, as one request may have nearly all of them.
-_FEW, _PARTS = 1024, 8
+_FEW = 1024  # rows x heads: one request may have nearly all parts
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def merge_pieces(outs: Tensor, lses: Tensor, parts: Tensor, out: Tensor, lse: Te
     ``parts [B, 2]`` int32: a request's first part, and their number. Rows of requests of one part are left as they are.
     """
     rows, heads, latent = out.shape
-    options = merge_options(rows * heads <= _FEW, latent, _PARTS)
+    options = merge_options(latent, outs.shape[0], 512, 8 if rows * heads <= _FEW else 4)
     _merge_pieces[(rows * heads, triton.cdiv(latent, options["BLOCK_LATENT"]))](
         outs,
         lses,

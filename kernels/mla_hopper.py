@@ -3,7 +3,8 @@
 
 One program takes 64 (row, head) pairs of one request and one split of its keys, 64 keys (a block) at a time. Four
 partitions work on it: the *scores* warpgroup (S = Q K^T and the softmax), two *values* warpgroups (O += P V, half of
-the latent columns each), and a producer warp that streams keys through TMA. They meet at mbarriers:
+the latent columns each), and a producer warp that streams keys through TMA. Keys are handed over by mbarriers, what the
+scores warpgroup works out by named barriers:
 
 * A block occupies one of two stages: four chunks of 128 latent columns, and the rope columns. Each chunk has a barrier
   for "full" and one for "empty", so that scores start on the first chunk that arrives and a chunk is replaced as soon
@@ -119,16 +120,10 @@ def _mla_hopper(
     latent_empty = gl.allocate_shared_memory(gl.int64, [8, 1], barrier)
     rope_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     rope_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    rescale_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    closing_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(closing_full, count=1)
     for i in gl.static_range(2):
         mbarrier.init(rope_full.index(i), count=1)
         mbarrier.init(rope_empty.index(i), count=2)  # both values warpgroups read P there
-        mbarrier.init(rescale_full.index(i), count=1)
-        mbarrier.init(p_full.index(i), count=1)
     for i in gl.static_range(8):
         mbarrier.init(latent_full.index(i), count=1)
         mbarrier.init(latent_empty.index(i), count=1)
@@ -160,7 +155,7 @@ def _mla_hopper(
     table_row = block_table + request.to(gl.int64) * table_stride
     keys = (latent_keys, rope_keys, kv_cache, table_row, column_stride, page_lines)
     buffers = (q_latent, q_rope, k_latent, k_rope, rescale, closing)
-    barriers = (q_full, latent_full, latent_empty, rope_full, rope_empty, rescale_full, p_full, closing_full)
+    barriers = (q_full, latent_full, latent_empty, rope_full, rope_empty)
     plan = (first, blocks)
     line = request * total_pairs + pair0
     results = (out, lse, line, part_out, part_lse, part * total_pairs + pair0, pairs)

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .named_barrier import FIRST, arrive, wait
+
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 BLOCK = gl.constexpr(64)  # keys per stage, and (row, head) pairs per program
@@ -22,6 +24,10 @@ CHUNK = gl.constexpr(128)
 EMPTY = gl.constexpr(-(2**30))  # bound of a row that sees no key
 RISE = gl.constexpr(8.0)  # P is at most 2 to the power of it
 NO_ROW = gl.constexpr(1e30)  # shift of what is no row at all: its P is 0, which takes the least power
+# Named barriers: by stage for the lower half of the latent columns, then for the upper half.
+RESCALE = FIRST
+P_READY = gl.constexpr(FIRST.value + 4)
+CLOSING = gl.constexpr(FIRST.value + 8)
 LN_2 = gl.constexpr(math.log(2.0))
 
 
@@ -65,7 +71,7 @@ def _prefetch(cache, line, SHARERS: gl.constexpr):
 def producer(keys, buffers, barriers, plan, PAGE: gl.constexpr, SHARERS: gl.constexpr):
     latent_keys, rope_keys, cache, table_row, column_stride, page_lines = keys
     _, _, k_latent, k_rope, _, _ = buffers
-    _, latent_full, latent_empty, rope_full, rope_empty, _, _, _ = barriers
+    _, latent_full, latent_empty, rope_full, rope_empty = barriers
     first, blocks = plan
     last = first + blocks
     # Table entries are read long before they are needed: this warp must not wait for one while a stage is empty.
@@ -131,38 +137,38 @@ def _clean(k_latent, stage, written):
 
 
 @gluon.jit
-def _softmax(s, top, total, stage, buffers, barriers, FACTOR: gl.constexpr):
+def _softmax(s, top, total, stage, buffers, FACTOR: gl.constexpr):
     """Publish the rescaling factor of one block and store its P; returns the row's shift (in log 2) and its sum.
 
     The shift is a maximum that is out of date by up to RISE: P, its sum and the values agree on it whatever it is, and
     while it stays no output has to be rescaled.
     """
     _, _, _, k_rope, rescale, _ = buffers
-    _, _, _, _, _, rescale_full, _, _ = barriers
     own = gl.max(s, 1) * FACTOR
     new_top = gl.where(own > top + RISE, own, top)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     alpha = gl.exp2(top - shift)
     p = gl.exp2(s * FACTOR - shift[:, None])
     rescale.index(stage).store(alpha)
-    gl.thread_barrier()
-    mbarrier.arrive(rescale_full.index(stage), count=1)
+    gl.thread_barrier()  # all warps have read the rope keys as well, whose place P takes
+    arrive(RESCALE + stage)
+    arrive(RESCALE + 2 + stage)
     k_rope.index(stage).store(p.to(k_rope.dtype))
     return new_top, total * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
-def _publish(p_full, stage):
+def _publish(stage):
     """Hand P, and what else was stored, to the values warpgroups."""
     fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(p_full.index(stage), count=1)
+    arrive(P_READY + stage)
+    arrive(P_READY + 2 + stage)
 
 
 @gluon.jit
 def scores(buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR: gl.constexpr):
     q_latent, q_rope, k_latent, k_rope, _, closing = buffers
-    q_full, latent_full, _, rope_full, _, _, p_full, closing_full = barriers
+    q_full, latent_full, _, rope_full, _ = barriers
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     top = gl.where(gl.arange(0, BLOCK, layout=rows) < pairs, float("-inf"), NO_ROW)
@@ -176,11 +182,11 @@ def scores(buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR: gl.cons
         s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, even, phase, zero, even)
         s1 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, odd, phase, zero, even)
         s0 = warpgroup_mma_wait(5, deps=[s0])
-        top, total = _softmax(s0, top, total, even, buffers, barriers, FACTOR)
-        _publish(p_full, even)
+        top, total = _softmax(s0, top, total, even, buffers, FACTOR)
+        _publish(even)
         s1 = warpgroup_mma_wait(0, deps=[s1])
-        top, total = _softmax(s1, top, total, odd, buffers, barriers, FACTOR)
-        _publish(p_full, odd)
+        top, total = _softmax(s1, top, total, odd, buffers, FACTOR)
+        _publish(odd)
 
     bound = seen.load(rows)
     longest = gl.max(bound, 0)
@@ -192,15 +198,16 @@ def scores(buffers, barriers, couples, seen, pairs, opaque_zero, FACTOR: gl.cons
         s0 = _product(q_latent, q_rope, k_latent, k_rope, latent_full, rope_full, stage, phase, zero, j * opaque_zero)
         s0 = warpgroup_mma_wait(0, deps=[s0])
         s0 = gl.where((start + key)[None, :] < bound[:, None], s0, float("-inf"))
-        top, total = _softmax(s0, top, total, stage, buffers, barriers, FACTOR)
+        top, total = _softmax(s0, top, total, stage, buffers, FACTOR)
         if start + BLOCK > longest:
             _clean(k_latent, stage, longest - start)
-        _publish(p_full, stage)
+        _publish(stage)
     some = (total > 0.0) & (bound != EMPTY)
     closing.index(0).store(gl.where(some, 1.0 / total, 0.0))
     closing.index(1).store(gl.where(some, (top + gl.log2(total)) * LN_2, float("-inf")))
     gl.thread_barrier()
-    mbarrier.arrive(closing_full, count=1)
+    arrive(CLOSING)
+    arrive(CLOSING + 1)
 
 
 @gluon.jit
@@ -220,7 +227,8 @@ def _store(out, lse, line, scale, logs, pairs, stored, o0, o1, MMA: gl.constexpr
 @gluon.jit
 def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: gl.constexpr):
     _, _, k_latent, k_rope, rescale, closing = buffers
-    _, _, latent_empty, _, rope_empty, rescale_full, p_full, closing_full = barriers
+    _, _, latent_empty, _, rope_empty = barriers
+    side: gl.constexpr = FIRST_CHUNK // 2
     _, blocks = plan
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
@@ -231,12 +239,12 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
         stage = j & 1
         phase = (j >> 1) & 1
         i = stage * 4 + FIRST_CHUNK
-        mbarrier.wait(rescale_full.index(stage), phase)
+        wait(RESCALE + 2 * side + stage)
         if gl.min(rescale.index(stage).load(every), 0) != 1.0:
             alpha = rescale.index(stage).load(rows)
             o0 = o0 * alpha[:, None]
             o1 = o1 * alpha[:, None]
-        mbarrier.wait(p_full.index(stage), phase)
+        wait(P_READY + 2 * side + stage)
         t0 = warpgroup_mma(k_rope.index(stage), k_latent.index(i), o0, is_async=True)
         t1 = warpgroup_mma(k_rope.index(stage), k_latent.index(i + 1), o1, is_async=True)
         o0, t1 = warpgroup_mma_wait(1, deps=[t0, t1])
@@ -247,7 +255,7 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
         gl.thread_barrier()
         mbarrier.arrive(rope_empty.index(stage), count=1)
         mbarrier.arrive(latent_empty.index(i + 1), count=1)
-    mbarrier.wait(closing_full, 0)
+    wait(CLOSING + side)
     scale = closing.index(0).load(rows)
     logs = closing.index(1).load(rows)
     out, lse, line, part_out, part_lse, part_line, pairs = results

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for Hopper as their launchers would, on a machine without a GPU.
 
-Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared", "ordered"}``. ``stack`` is
-bytes of local memory per thread: spilled registers. ``ordered``: see :func:`_ordered`. It runs in a process of its own
-because the other kernel tests interpret Triton.
+Run as a script; prints a JSON list of ``{"case", "kernel", "registers", "stack", "shared", "ordered", "barriers"}``.
+``stack`` is bytes of local memory per thread: spilled registers. ``ordered``: see :func:`_ordered`. ``barriers``: numbers of
+the named barriers that the compiler uses itself. It runs in a process of its own because the other kernel tests interpret
+Triton.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def _ordered(ptx: str) -> bool | None:
         return True
     until_stored, _, _ = ptx[reads[-1].end() : start.start()].partition("st.shared")
     return re.search(r"\bbar\.sync\s+0(?:, 128)?;", until_stored) is not None
+
+
+def _barriers(ptx: str) -> list[int]:
+    return sorted({int(number) for number in re.findall(r"\bbar(?:rier)?(?:\.cta)?\.sync\s+(\d+)(?:, \d+)?;", ptx)})
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -192,10 +197,9 @@ def main() -> None:
         launch()
         for name, kernel in compiled:
             registers, stack = _resources(kernel.asm["cubin"])
-            shared, ordered = kernel.metadata.shared, _ordered(kernel.asm["ptx"])
-            report.append(
-                dict(case=case, kernel=name, registers=registers, stack=stack, shared=shared, ordered=ordered)
-            )
+            entry = dict(case=case, kernel=name, registers=registers, stack=stack, shared=kernel.metadata.shared)
+            ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", kernel.asm["ptx"], flags=re.DOTALL)
+            report.append(entry | dict(ordered=_ordered(ptx), barriers=_barriers(ptx)))
     print(json.dumps(report))
 
 

@@ -2,15 +2,17 @@
 """A model of the part of Gluon that the Hopper kernels use, good enough to run it on a CPU.
 
 Gluon has no interpreter. Here every partition of a program is a thread, an mbarrier counts arrivals and bytes and flips
-its phase as the hardware's does, shared memory starts as NaN, and an asynchronous product reads its operands as late as
-it may: a barrier that is missing, or waited for in the wrong phase, shows as a wrong result or as a time-out. One
-partition is slow, another one in each program. Layouts, fences and registers are not modelled.
+its phase as the hardware's does, a named barrier counts the threads of both sides, shared memory starts as NaN, and an
+asynchronous product reads its operands as late as it may: a barrier that is missing, or waited for in the wrong phase,
+shows as a wrong result or as a time-out. One partition is slow, another one in each program. Layouts, fences and registers
+are not modelled.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +34,7 @@ class _Float(float):
 
 
 def _constexpr(value: object) -> object:
-    return _Int(value) if isinstance(value, int) else _Float(value)
+    return {int: _Int, float: _Float, str: str}[type(value)](value)
 
 
 class Pointer:
@@ -154,10 +156,39 @@ def _copy_global_to_shared(descriptor: TensorDescriptor, at: list, barrier: Barr
     barrier.complete(tile.numel() * tile.element_size())
 
 
-def _prefetch(assembly: str, constraints: str, operands: list, **options: object) -> None:
-    """The one instruction that is written out: what it reads has to be there."""
-    assert "cp.async.bulk.prefetch.L2" in assembly and constraints == "=r,l,r"
-    address, size = operands
+class NamedBarrier:
+    """Ends when as many threads as an instruction names have arrived; those that wait arrive as well."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.phase, self.arrived = 0, set()
+
+    def arrive(self, threads: int, wait: bool) -> None:
+        time.sleep(_thread.delay)
+        with self.changed:
+            assert _thread.index not in self.arrived, "a partition arrived again before the barrier was complete"
+            self.arrived.add(_thread.index)
+            phase = self.phase
+            if 128 * len(self.arrived) == threads:
+                self.phase, self.arrived = phase + 1, set()
+                self.changed.notify_all()
+            elif wait and not self.changed.wait_for(lambda: self.phase > phase, TIMEOUT):
+                raise TimeoutError("waited for a named barrier at which no other partition arrived")
+
+
+def _assembly(text: str, constraints: str, operands: list, **options: object) -> None:
+    """The instructions that are written out."""
+    if barrier := re.match(r"bar\.(arrive|sync) \$1, (\d+);", text):
+        number = operands[0].unique()
+        assert constraints == "=r,r" and 5 < number < 16, "of 16, the first ones are the compiler's"
+        _program.barriers[int(number)].arrive(int(barrier[2]), barrier[1] == "sync")
+    else:
+        assert "cp.async.bulk.prefetch.L2" in text and constraints == "=r,l,r"
+        _prefetch(*operands)
+
+
+def _prefetch(address: Pointer, size: Tensor) -> None:
+    """What is read has to be there."""
     element, held = address.tensor.element_size(), address.tensor.untyped_storage().nbytes()
     start = (address.offset + address.tensor.storage_offset()) * element
     assert (size > 0).sum() <= 1, "one lane asks"
@@ -195,16 +226,17 @@ def _warpgroup_mma_wait(outstanding: int, deps: list) -> object:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-_program = SimpleNamespace(ids=None, grid=None)
+_program = SimpleNamespace(ids=None, grid=None, barriers=None)
 _programs_run = itertools.count()
 
 
 def _warp_specialize(partitions: list, warps: list, registers: list) -> None:
     failures: list[BaseException] = []
+    _program.barriers = [NamedBarrier() for _ in range(16)]
     slow = next(_programs_run) % (len(partitions) + 1)  # each partition in turn, then none
 
     def run(index: int, function: Callable, args: tuple) -> None:
-        _thread.queue = []
+        _thread.queue, _thread.index = [], index
         _thread.delay = 1e-3 if index == slow else 0
         try:
             function(*args)
@@ -274,7 +306,7 @@ _language = SimpleNamespace(
     log2=torch.log2,
     static_range=range,
     thread_barrier=lambda: None,
-    inline_asm_elementwise=_prefetch,
+    inline_asm_elementwise=_assembly,
     warp_specialize=_warp_specialize,
     allocate_shared_memory=_allocate,
     NVMMASharedLayout=lambda **options: None,

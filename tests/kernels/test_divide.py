@@ -78,6 +78,23 @@ def test_no_more_pieces_than_programs(batch: int, tiles: int) -> None:
 
 
 @pytest.mark.seeds(8)
+def test_long_pieces_start_first(draw: random.Random) -> None:
+    """Whole chunks, then the others by quarters of a chunk; in each quarter by request."""
+    lengths = [draw.choice([0, draw.randint(0, 4000), draw.randint(0, 100_000)]) for _ in range(draw.randint(2, 40))]
+    programs, _ = divided(lengths, draw.choice([1, 2, 12]), 132)
+    chunk = max(last - first for _, first, last, _ in programs)
+    classes = [((last - first) * 4 // chunk, request) for request, first, last, _ in programs]
+    assert classes == sorted(classes, key=lambda entry: (-entry[0], entry[1]))
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 14), (8, 67)])
+def test_short_requests_fill_the_gaps(rows: int, most: int) -> None:
+    """Some shorter requests beside a long one: 11 and 62 blocks of work for each multiprocessor."""
+    programs, _ = divided([32768, 4096, 1, 700, 2048, 64, 3333, 129], math.ceil(rows * 96 / 64), 132, rows)
+    assert makespan(programs, math.ceil(rows * 96 / 64), 132, start=3) <= most
+
+
+@pytest.mark.seeds(8)
 def test_the_device_is_kept_busy(draw: random.Random) -> None:
     """Even batches and ones with a long request take at most half more than their share of the work."""
     tiles, width, batch = draw.choice([1, 2, 5, 12]), 132, draw.randint(1, 20)

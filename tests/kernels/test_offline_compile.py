@@ -33,6 +33,8 @@ def test_resources() -> None:
         [sys.executable, HERE / "offline_compile.py"], env=environment, capture_output=True, text=True, timeout=900
     )
     assert output.returncode == 0, output.stderr[-4000:]
+    from dcp_compile.kernels.named_barrier import FIRST  # needs the Gluon of that version
+
     report = json.loads(output.stdout)
     assert {entry["kernel"] for entry in report} == {
         "_mla_hopper", "_mla", "_tail", "_merge", "_merge_pieces", "_kda", "_kda_verify", "_kda_verify_hopper", "_prepare",
@@ -44,3 +46,4 @@ def test_resources() -> None:
         assert entry["stack"] <= allowed, entry
         assert entry["shared"] <= SHARED_LIMIT, entry
         assert entry["ordered"] is (True if entry["kernel"] == "_mla_hopper" else None), entry
+        assert max(entry["barriers"], default=0) < FIRST.value, entry
