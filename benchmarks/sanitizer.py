@@ -3,7 +3,7 @@
 
 Each is launched once on small inputs, in a process of its own under each of the tools; for racecheck the compiled code is
 changed at one place, see :func:`settled`. Run on a GPU, with CUDA's compute-sanitizer on the path:
-``python -m benchmarks.sanitizer [--check] [--tools memcheck racecheck] [--out DIR]``.
+``python -m benchmarks.sanitizer [--check] [--tools memcheck racecheck] [--jobs 4] [--out DIR]``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -134,10 +135,16 @@ def run(tool: str, case: str) -> dict:
     return {"tool": tool, "case": case, "seconds": round(time.perf_counter() - started, 1), **found}
 
 
+def compile_case(case: str) -> None:
+    """Launch it once without a tool, which would make the compiler slow."""
+    subprocess.run([sys.executable, "-m", "benchmarks.sanitizer", "--launch", case], check=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 where a tool reports anything")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--jobs", type=int, default=4, help="launches at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--launch", metavar="CASE", help="launch one case in this process, nothing else")
     parser.add_argument("--settled", action="store_true", help="launch it as racecheck can judge it")
@@ -148,13 +155,14 @@ def main() -> int:
         calls()[arguments.launch]()
         torch.cuda.synchronize()
         return 0
-    rows, failures = [], []
-    for case in calls():
-        subprocess.run([sys.executable, "-m", "benchmarks.sanitizer", "--launch", case], check=True)  # compiles
-        for tool in arguments.tools:
-            rows.append(run(tool, case))
-            print({key: value for key, value in rows[-1].items() if key != "hazards"}, flush=True)
-            failures += missed(rows[-1])
+    cases, rows = list(calls()), []
+    tasks = [(tool, case) for case in cases for tool in arguments.tools]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(compile_case, cases))
+        for row in pool.map(run, *zip(*tasks)):
+            rows.append(row)
+            print({key: value for key, value in row.items() if key != "hazards"}, flush=True)
+    failures = [text for row in rows for text in missed(row)]
     save("sanitizer", rows, arguments.out)
     print("missed:", *(failures or ["nothing"]), sep="\n  ")
     return 1 if arguments.check and failures else 0

@@ -369,7 +369,7 @@ def _trace(
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} could not be traced: {type(error).__name__}: {error}. The decode step must run without "
-            "control flow that depends on tensor values"
+            "control flow that depends on tensor values, and without hooks (model.disable_input_require_grads() removes one)"
         ) from error
     fakes.check_sizes(type(model).__name__)
     placeholders = module.graph.find_nodes(op="placeholder")

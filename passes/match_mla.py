@@ -193,8 +193,9 @@ def _parameter(node: fx.Node, where: str) -> fx.Node:
         node = node.args[0]
     if node.op != "placeholder":
         raise MatchError(
-            f"{where}: the KV up-projection weight is computed in the graph by {node.target} (a quantised kv_b_proj?); "
-            "load kv_b_proj unquantised"
+            f"{where}: the KV up-projection weight is computed in the graph by {node.target} (a quantised kv_b_proj, or a "
+            "forward() that casts); load kv_b_proj unquantised, and take accelerate's wrapper off: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
     return node
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_compile
-from dcp_compile import BackendError, CapacityError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
+from dcp_compile import BackendError, CapacityError, CaptureError, ConfigError, DCPConfig, MatchError, UnsupportedModelError
 from tests.mla_variants import ScalesValues, Variant, vary
 from tests.model_state import changes, state_of
 from tests.models.k3_dspark.tiny_draft import draft_for
@@ -55,6 +56,23 @@ def test_a_model_in_training_mode() -> None:
     model = dense().train()
     with pytest.raises(UnsupportedModelError, match=r"DeepseekV3ForCausalLM is in training mode; call model.eval\(\)"):
         dcp_compile.optimize(model, config=CONFIG)
+
+
+def test_what_training_leaves_on_a_model_is_named() -> None:
+    """Gradient checkpointing leaves a hook, accelerate a forward() under autocast; both errors name the way out, which works."""
+    checkpointed = dense()
+    checkpointed.gradient_checkpointing_enable()
+    checkpointed.gradient_checkpointing_disable()
+    with pytest.raises(CaptureError, match=r"model\.disable_input_require_grads\(\)"):
+        dcp_compile.optimize(checkpointed.eval(), config=CONFIG)
+    checkpointed.disable_input_require_grads()
+    dcp_compile.optimize(checkpointed, config=CONFIG)
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(dense()).eval()
+    with pytest.raises(MatchError, match=r"accelerator\.unwrap_model\(model, keep_fp32_wrapper=False\)"):
+        dcp_compile.optimize(prepared, config=CONFIG)
+    dcp_compile.optimize(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), config=CONFIG)
 
 
 def test_a_model_without_weights() -> None:
