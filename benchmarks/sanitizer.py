@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does compute-sanitizer say of the kernels of attention, metadata and KDA?
 
-Each is launched once on small inputs, in a process of its own under each of the tools; for racecheck the compiled code is
-changed at one place, see :func:`settled`. Run on a GPU, with CUDA's compute-sanitizer on the path:
+Each is launched once on small inputs, in a process of its own under each of the tools; for racecheck the compiled code gets
+barriers around its partitions, see :func:`settled`. Run on a GPU, with CUDA's compute-sanitizer on the path:
 ``python -m benchmarks.sanitizer [--check] [--tools memcheck racecheck] [--jobs 4] [--out DIR]``.
 """
 
@@ -53,7 +53,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def settled(ptx: str) -> str:
-    """The code with a barrier more where Triton hands over arguments to partitions.
+    """The code with a barrier more where Triton tells partitions what to run, with which arguments, and that all is done.
 
     That is a store, then a barrier of all threads at which the readers wait already, and racecheck reports such a pair
     unless another barrier of the writers lies between. One that is followed at once by one of all threads orders nothing
@@ -111,18 +111,26 @@ def missed(row: dict) -> Iterator[str]:
         yield f"{place}: {row['errors']} errors {row.get('hazards', '')}".rstrip()
 
 
+def launch(case: str, settled: bool = False) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.sanitizer", "--launch", case, *(["--settled"] if settled else [])]
+
+
+def compile_case(case: str, settled: bool = False, environment: dict[str, str] | None = None) -> None:
+    """Launch it without a tool, which would make the compiler slow."""
+    subprocess.run(launch(case, settled), check=True, env=environment)
+
+
 def run(tool: str, case: str) -> dict:
-    options, environment = [], dict(os.environ)
-    launch = [sys.executable, "-m", "benchmarks.sanitizer", "--launch", case]
+    race = tool == "racecheck"
+    command = ["compute-sanitizer", "--tool", tool, "--show-backtrace", "no", "--print-limit", "1000000"]
+    command += ["--racecheck-report", "hazard"] if race else []
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as cache:
-        if tool == "racecheck":
-            options = ["--racecheck-report", "hazard"]
-            launch.append("--settled")
-            environment["TRITON_CACHE_DIR"] = cache  # of its own: the change is no part of a cache's keys
-        command = ["compute-sanitizer", "--tool", tool, *options, "--show-backtrace", "no", "--print-limit", "1000000"]
+        environment = os.environ | ({"TRITON_CACHE_DIR": cache} if race else {})  # its keys do not tell settled code
+        if race:
+            compile_case(case, race, environment)
         process = subprocess.Popen(
-            command + launch, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command + launch(case, race), stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
         try:
             status = process.wait(TIMEOUT)
@@ -135,11 +143,6 @@ def run(tool: str, case: str) -> dict:
     return {"tool": tool, "case": case, "seconds": round(time.perf_counter() - started, 1), **found}
 
 
-def compile_case(case: str) -> None:
-    """Launch it once without a tool, which would make the compiler slow."""
-    subprocess.run([sys.executable, "-m", "benchmarks.sanitizer", "--launch", case], check=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 where a tool reports anything")
@@ -149,6 +152,8 @@ def main() -> int:
     parser.add_argument("--launch", metavar="CASE", help="launch one case in this process, nothing else")
     parser.add_argument("--settled", action="store_true", help="launch it as racecheck can judge it")
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs}: at least one launch at a time")
     if arguments.settled:
         triton.knobs.runtime.add_stages_inspection_hook = _settle
     if arguments.launch:
@@ -158,7 +163,8 @@ def main() -> int:
     cases, rows = list(calls()), []
     tasks = [(tool, case) for case in cases for tool in arguments.tools]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(compile_case, cases))
+        if set(arguments.tools) != {"racecheck"}:
+            list(pool.map(compile_case, cases))
         for row in pool.map(run, *zip(*tasks)):
             rows.append(row)
             print({key: value for key, value in row.items() if key != "hazards"}, flush=True)

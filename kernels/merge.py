@@ -104,7 +104,7 @@ def merge_into(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     if rows * heads == 0:
         return
     columns, chunk = 512, 4
-    if rows * heads <= _FEW:  # several programs share one, each with as many values on their way as its registers hold
+    if rows * heads <= _FEW:  # of many parts a program has as many values on their way as its registers hold
         chunk = min(32, triton.next_power_of_2(max(parts, 1)))
         columns = 2048 // chunk
     options = merge_options(latent, parts, columns, chunk)

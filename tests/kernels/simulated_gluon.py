@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 TIMEOUT = 20.0  # seconds after which a wait counts as a deadlock
+SLOW = 1e-3  # seconds by which every wait of the slow partition takes longer
 
 
 class _Int(int):
@@ -237,7 +238,7 @@ def _warp_specialize(partitions: list, warps: list, registers: list) -> None:
 
     def run(index: int, function: Callable, args: tuple) -> None:
         _thread.queue, _thread.index = [], index
-        _thread.delay = 1e-3 if index == slow else 0
+        _thread.delay = SLOW if index == slow else 0
         try:
             function(*args)
         except BaseException as error:  # noqa: BLE001 - reported by the launching thread

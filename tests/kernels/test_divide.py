@@ -45,7 +45,7 @@ def divided(lengths: list[int], tiles: int, width: int, rows: int = 1) -> tuple[
 
 @pytest.mark.seeds(10)
 def test_every_key_belongs_to_one_program(draw: random.Random) -> None:
-    batch, tiles, width = draw.randint(1, 40), draw.randint(1, 20), draw.choice([5, 64, 132])
+    batch, tiles, width = draw.choice([1, 2, 40, 300]) + draw.randint(0, 5), draw.randint(1, 20), draw.choice([5, 64, 132])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randint(0, 3000), draw.randint(0, 200000)]) for _ in range(batch)]
     programs, parts = divided(lengths, tiles, width, draw.choice([1, 3]))
     assert sum(count for _, count in parts) == len(programs)
@@ -80,8 +80,8 @@ def test_no_more_pieces_than_programs(batch: int, tiles: int) -> None:
 @pytest.mark.seeds(8)
 def test_long_pieces_start_first(draw: random.Random) -> None:
     """Whole chunks, then the others by quarters of a chunk; in each quarter by request."""
-    lengths = [draw.choice([0, draw.randint(0, 4000), draw.randint(0, 100_000)]) for _ in range(draw.randint(2, 40))]
-    programs, _ = divided(lengths, draw.choice([1, 2, 12]), 132)
+    lengths = [draw.choice([0, draw.randint(0, 4000), draw.randint(0, 100_000)]) for _ in range(draw.randint(1, 40))]
+    programs, _ = divided([1, *lengths], draw.choice([1, 2, 12]), 132)
     chunk = max(last - first for _, first, last, _ in programs)
     classes = [((last - first) * 4 // chunk, request) for request, first, last, _ in programs]
     assert classes == sorted(classes, key=lambda entry: (-entry[0], entry[1]))
@@ -92,6 +92,14 @@ def test_short_requests_fill_the_gaps(rows: int, most: int) -> None:
     """Some shorter requests beside a long one: 11 and 62 blocks of work for each multiprocessor."""
     programs, _ = divided([32768, 4096, 1, 700, 2048, 64, 3333, 129], math.ceil(rows * 96 / 64), 132, rows)
     assert makespan(programs, math.ceil(rows * 96 / 64), 132, start=3) <= most
+
+
+@pytest.mark.parametrize(("lengths", "tiles", "end"), [
+    ([8192, 128, 64], 2, 5), ([16384, 512, 8192], 1, 6), ([4096, 2048, 3072, 128, 3072], 2, 6), ([8192, 2048, 2048, 64], 2, 6),
+])  # fmt: skip
+def test_the_best_size_is_chosen(lengths: list[int], tiles: int, end: int) -> None:
+    programs, _ = divided(lengths, tiles, 132)
+    assert makespan(programs, tiles, 132, start=3) == end
 
 
 @pytest.mark.seeds(8)

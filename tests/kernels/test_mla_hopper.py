@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import simulated_gluon
 import torch
 from kernel_inputs import shuffled_tables
 from simulated_gluon import load_simulated
@@ -104,6 +105,20 @@ def test_rows(draw: random.Random, device: str, hopper: ModuleType) -> None:
         bounds.to(device), SCALE, splits=draw.choice([None, 1, 2, 3, 7]),
     )  # fmt: skip
     check(got, want, dtype)
+
+
+@pytest.mark.skipif(UNAVAILABLE is None, reason="a test of the barriers in the model of Gluon")
+def test_no_partition_overtakes_a_slow_one(hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them by more than a block takes the others; seven blocks, of which the last is not full."""
+    monkeypatch.setattr(simulated_gluon, "SLOW", 2e-2)
+    query, cache = torch.randn(1, 12, 576).half(), torch.randn(8, 64, 576).half()
+    table, bounds = torch.arange(1, 8, dtype=torch.int32)[None], torch.tensor([425], dtype=torch.int32)
+    requests = torch.zeros(1, dtype=torch.int32)
+    exact = query[..., :512].double(), query[..., 512:].double(), cache.double(), table
+    want = mla.attend_rows(*exact, requests, bounds, SCALE)
+    for _ in range(5):  # four partitions, and none
+        operands = (query[..., :512], query[..., 512:], cache, table, requests, bounds, SCALE)
+        check(hopper.mla_rows(*operands, splits=1), want, torch.float16)
 
 
 @pytest.mark.seeds(6)
