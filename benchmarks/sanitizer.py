@@ -168,8 +168,8 @@ def main() -> int:
         for row in pool.map(run, *zip(*tasks)):
             rows.append(row)
             print({key: value for key, value in row.items() if key != "hazards"}, flush=True)
+            save("sanitizer", rows, arguments.out)  # it takes minutes, and may be stopped
     failures = [text for row in rows for text in missed(row)]
-    save("sanitizer", rows, arguments.out)
     print("missed:", *(failures or ["nothing"]), sep="\n  ")
     return 1 if arguments.check and failures else 0
 
