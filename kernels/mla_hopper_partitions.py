@@ -237,7 +237,6 @@ def _values(buffers, barriers, plan, results, SPLIT: gl.constexpr, FIRST_CHUNK: 
     o1 = gl.zeros([BLOCK, CHUNK], gl.float32, layout=mma)
     for j in range(blocks):
         stage = j & 1
-        phase = (j >> 1) & 1
         i = stage * 4 + FIRST_CHUNK
         wait(RESCALE + 2 * side + stage)
         if gl.min(rescale.index(stage).load(every), 0) != 1.0:
