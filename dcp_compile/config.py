@@ -17,6 +17,7 @@ QUERY_PROJECTIONS = ("sharded", "replicated")
 EXCHANGES = ("auto", "collectives", "peers")
 VERIFY_MODES = ("full", "adaptive")
 
+_MOST = 2**31 - 1  # of anything that kernels count in int32
 _SCALES = (1e-30, 1e30)  # float32 holds the scale, its reciprocal and 448 times it
 
 
@@ -93,6 +94,12 @@ class DCPConfig:
                 f"kv_interleave={self.kv_interleave} does not divide block_size={self.block_size}: a run of consecutive "
                 f"tokens must not cross a page; choose a divisor of {self.block_size}"
             )
+        pages = self.max_batch_size * -(-self.max_seq_len // self.block_size)
+        if pages > _MOST:
+            raise ConfigError(
+                f"max_batch_size={self.max_batch_size} requests of max_seq_len={self.max_seq_len} tokens take {pages} pages of "
+                f"block_size={self.block_size}, above {_MOST}; make one of the first two smaller"
+            )
         _check_choice("decode_layout", self.decode_layout, DECODE_LAYOUTS)
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("lowering", self.lowering, LOWERINGS)
@@ -136,6 +143,8 @@ def check_experts_dealt(config: DCPConfig) -> None:
 def _check_integer(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+    if value > _MOST:
+        raise ConfigError(f"{name}={value} is above {_MOST}: positions, rows and pages are counted in 32 bits")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -46,6 +46,20 @@ def test_lowest_integers(name: str) -> None:
         DCPConfig(**{name: low - 1})
 
 
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [2**31, 2**58, 2**64])
+def test_highest_integers(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value} is above 2147483647: .* 32 bits"):
+        DCPConfig(**{name: value})
+
+
+def test_pages_are_counted_in_32_bits() -> None:
+    most = dict(max_batch_size=2**20, max_seq_len=2**17 - 64, block_size=64)
+    assert DCPConfig(**most).max_batch_size == 2**20
+    with pytest.raises(ConfigError, match="take 2147483648 pages of block_size=64, above 2147483647; make one of the first"):
+        DCPConfig(**most | {"max_seq_len": 2**17 - 63})
+
+
 @pytest.mark.parametrize("name", ["dcp_size", "draft_window"])
 def test_optional_integers(name: str) -> None:
     assert getattr(DCPConfig(**{name: None}), name) is None
