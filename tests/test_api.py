@@ -185,7 +185,7 @@ def test_caches_that_fit_nowhere() -> None:
     model = vary(Variant)
     before = state_of(model)
     with pytest.raises(CapacityError, match=r"recurrent states of .* GiB do not fit: .*; call optimize\(\) with a smaller"):
-        dcp_compile.optimize(model, config=CONFIG.replace(max_seq_len=10**12))
+        dcp_compile.optimize(model, config=CONFIG.replace(max_seq_len=2**31 - 1, block_size=64, max_batch_size=60))
     assert changes(before, state_of(model)) == []
 
 
