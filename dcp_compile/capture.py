@@ -5,8 +5,7 @@ The model is traced unmodified as it decodes: every row of a step is a sequence 
 T is symbolic. Everything that ties rows together (attention over the cache, convolution windows, recurrent state) comes
 from outside the model and is ours while tracing: the cache, the attention function and the delta-rule function emit marker
 operators (see :mod:`dcp_compile.ops.markers`), which carry the real batch structure for the passes to lower. So one graph
-serves prefill chunks, decode and verify steps. Nothing is executed and no state is allocated: the tensors that markers
-carry for cache and state are stand-ins.
+serves prefill chunks, decode and verify steps. Nothing is executed or allocated: cache and state are stand-ins.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch import Tensor, fx, nn
 from . import _compat
 from .errors import CaptureError, UnsupportedModelError
 from .ops import markers
+from .places import kept_attributes
 from .repeats import Name, Repeats
 
 if TYPE_CHECKING:  # the passes come later
@@ -297,7 +297,7 @@ def _patched(model: nn.Module, current: list, stand_ins: _StandIns) -> Iterator[
         _compat.set_implementations(model, _compat.Implementations(ATTENTION_NAME, _compat.traceable_experts(model)))
         for module, name, _ in replaced:
             setattr(module, name, stand_in)
-        with _compat.module_paths(model):
+        with kept_attributes(model), _compat.module_paths(model):
             yield
     finally:
         head.remove()

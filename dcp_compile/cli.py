@@ -37,12 +37,13 @@ from .models.mini import mini_path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for an error that one line on stderr explains."""
     options = _parser().parse_args(arguments)
-    if not (_is_first_rank() and sys.stderr.isatty()):
-        disable_progress_bar()
     try:
+        _check_environment()
+        if not (_is_first_rank() and sys.stderr.isatty()):
+            disable_progress_bar()
         options.command(options)
     except errors.DCPCompileError as error:
-        where = f"rank {_environment('RANK')}: " if _environment("WORLD_SIZE", 1) > 1 else ""
+        where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
         lines = " ".join(line.strip() for line in str(error).splitlines())
         print(f"{where}error: {lines}", file=sys.stderr)
         return 2
@@ -59,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=_at_least(1), default=64)
     generate.add_argument("--stream", action="store_true", help="print tokens as they come")
     generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most likely one")
-    generate.add_argument("--temperature", type=_positive(math.inf), default=1.0)
+    generate.add_argument("--temperature", type=_number(1e-6, 1e6), default=1.0)
     generate.add_argument("--top-k", type=_at_least(0), default=0, help="0: no limit")
-    generate.add_argument("--top-p", type=_positive(1.0), default=1.0)
+    generate.add_argument("--top-p", type=_number(1e-6, 1.0), default=1.0)
     generate.add_argument("--seed", type=_at_least(0, 2**64 - 1), default=0, help="of the draws")
     generate.add_argument("--prompt-lookup", type=_at_least(1), metavar="N", help="draft N tokens by n-gram lookup")
     _add_draft_option(generate)
@@ -95,13 +96,13 @@ def _at_least(low: int, high: float = math.inf) -> Callable[[str], int]:
     return integer
 
 
-def _positive(high: float) -> Callable[[str], float]:
-    """An argument type: a number above 0, at most ``high``."""
+def _number(low: float, high: float) -> Callable[[str], float]:
+    """An argument type: a number from ``low`` to ``high``."""
 
     def number(text: str) -> float:
         value = float(text)
-        if not 0 < value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not above 0" + (f" and at most {high}" if high < math.inf else ""))
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
         return value
 
     return number
@@ -275,7 +276,18 @@ def _table(result: dict) -> str:
 
 def _environment(name: str, default: int = 0) -> int:
     """A number that torchrun or accelerate launch put into the environment."""
-    return int(os.environ.get(name, default))
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise errors.ConfigError(f"{name}={text!r} in the environment is not a number; start ranks with torchrun")
+    return int(text)
+
+
+def _check_environment() -> None:
+    """Raises ConfigError where ranks were not started as torchrun does it."""
+    if _environment("WORLD_SIZE", 1) > 1:
+        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise errors.ConfigError(f"WORLD_SIZE is set, but not {', '.join(missing)}; start ranks with torchrun")
 
 
 def _is_first_rank() -> bool:

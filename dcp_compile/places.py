@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tensors of a compiled model lie: what was compiled reads them there."""
+"""What compiling a model relies on and leaves alone: where its tensors lie, and what its modules hold."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -35,3 +37,27 @@ class Places:
 def _places(model: nn.Module) -> dict[str, tuple[int, torch.dtype]]:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in tensors}
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Modules hold afterwards what they held before: what a forward() keeps of a trace would break every later one.
+
+    Lists and dicts that they hold, such as their buffers, are put back with what was in them.
+    """
+    before = [(module, {name: (value, _content(value)) for name, value in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            for name, (value, content) in attributes.items():
+                vars(module)[name] = value
+                if content is not None:
+                    value.clear()
+                    (value.update if isinstance(value, dict) else value.extend)(content)
+
+
+def _content(value: object) -> dict | list | None:
+    return type(value)(value) if type(value) in (dict, list) else None

@@ -75,6 +75,32 @@ def test_what_training_leaves_on_a_model_is_named() -> None:
     dcp_compile.optimize(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), config=CONFIG)
 
 
+class Remembers(nn.Module):
+    """Makes a constant when it first runs, and keeps what it has seen."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.half, self.seen = norm, None, []
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.half is None:
+            self.half = torch.full((hidden_states.shape[-1],), 0.5, device=hidden_states.device)
+            self.register_buffer("twice", 2 * self.half, persistent=False)
+        self.seen.append(hidden_states)
+        return self.norm(hidden_states) * self.half * self.twice
+
+
+def test_what_modules_keep_of_a_trace_is_forgotten() -> None:
+    model, ids = dense(), torch.tensor([[5, 6, 7]])
+    model.model.norm = Remembers(model.model.norm)
+    dcp_compile.optimize(model, config=CONFIG)
+    remembers = model.model.norm
+    assert remembers.half is None and remembers.seen == [] and "twice" not in dict(remembers.named_buffers())
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert model(ids).logits.isfinite().all()
+    assert torch.equal(dcp_compile.unoptimize(model).generate(ids, max_new_tokens=4, do_sample=False), tokens)
+
+
 def test_a_model_without_weights() -> None:
     model = dense().to("meta")
     with pytest.raises(

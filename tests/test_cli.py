@@ -124,6 +124,21 @@ def test_errors_are_one_line(folder, arguments, message, capsys):
     assert not captured.out
 
 
+@pytest.mark.parametrize(("environment", "message"), [
+    ({"RANK": "abc"}, "RANK='abc' in the environment is not a number"),
+    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2' in the environment is not a number"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "rank 0: error: WORLD_SIZE is set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+])  # fmt: skip
+def test_ranks_that_torchrun_did_not_start(folder, environment, message, capsys, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["explain", folder, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.endswith("start ranks with torchrun\n")
+
+
 def test_missing_folder(tmp_path, capsys):
     assert cli.main(["explain", str(tmp_path / "missing"), "--device", "cpu"]) == 2
     assert "missing" in capsys.readouterr().err
@@ -145,7 +160,9 @@ def test_folders_that_hold_no_model(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("option", [
     ["bench", "--new-tokens", "1"], ["bench", "--runs", "0"], ["bench", "--batch", "x"], ["explain", "--dcp-size", "0"],
-    ["generate", "--seed", str(2**64)], ["generate", "--temperature", "0"], ["generate", "--top-k", "-3"], ["generate", "--top-p", "1.5"],
+    ["generate", "--seed", str(2**64)], ["generate", "--temperature", "0"],
+    ["generate", "--temperature", "1e-300"], ["generate", "--temperature", "inf"], ["generate", "--top-k", "-3"],
+    ["generate", "--top-p", "1.5"],
 ])  # fmt: skip
 def test_bad_numbers_are_usage_errors(folder, option, capsys):
     command, *option = option

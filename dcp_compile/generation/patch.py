@@ -124,6 +124,8 @@ class DcpGenerateMixin:
             vars(self)[ENGINE].vocab_size,
         )
         validate.check_processors(call.processors)
+        if is_dspark(assistant_model):  # which may have to be compiled first
+            vars(self)[ENGINE].check_room(len(call.prompts), call.row_length)
         make_proposer = _proposer(self, generation_config, assistant_model)
         engine = vars(self)[ENGINE]  # perhaps another than before
         width = _draft_width(engine, generation_config, assistant_model)

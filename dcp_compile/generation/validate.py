@@ -268,6 +268,8 @@ def check_proposal(proposal: Proposal, limits: Sequence[int], vocab_size: int) -
     """Raises GenerationError if a proposer broke its contract."""
     rows, width = proposal.tokens.shape
     counts = proposal.counts
+    if proposal.tokens.dtype not in (torch.int32, torch.int64):
+        raise GenerationError(f"the draft proposed tokens of type {proposal.tokens.dtype}; token ids are int64, or int32")
     if rows != len(limits) or len(counts) != rows:
         raise GenerationError(f"the draft proposed for {rows} rows (counts: {len(counts)}); there are {len(limits)}")
     if any(not 0 <= count <= min(limit, width) for count, limit in zip(counts, limits)):

@@ -70,21 +70,9 @@ class Engine:
         """
         if self.parallel.replica is not None:
             check_agreement(self.parallel.replica, {**given(), "requests": batch, "tokens per request": max_length})
-        config = self.config
-        if not 1 <= batch <= config.max_batch_size:
-            raise CapacityError(
-                f"a batch of {batch} does not fit: max_batch_size is {config.max_batch_size}; "
-                "call optimize() with a larger max_batch_size, or split the batch"
-            )
-        if max_length < 1:
-            raise CapacityError(f"max_length={max_length} must be at least 1")
-        if max_length > config.max_seq_len:
-            raise CapacityError(
-                f"{max_length} tokens (prompt and new tokens) do not fit: max_seq_len is {config.max_seq_len}; "
-                "call optimize() with a larger max_seq_len, or ask for fewer new tokens"
-            )
+        self.check_room(batch, max_length)
         room = max_length + self.max_query_rows - 1
-        each = pages_needed(room, config.block_size, self.parallel.dcp_size)
+        each = pages_needed(room, self.config.block_size, self.parallel.dcp_size)
         if self.slots.available < batch:
             self.slots.take(batch)  # raises, naming the free count
         pages = self.pages.take(batch * each)
@@ -98,6 +86,22 @@ class Engine:
         table = torch.zeros(batch, self.columns, dtype=torch.int32)
         table[:, :each] = torch.tensor(pages, dtype=torch.int32).view(batch, each)
         return Session(self, table, pages, slots, room)
+
+    def check_room(self, batch: int, max_length: int) -> None:
+        """Raises CapacityError where no pool could ever hold ``batch`` requests of ``max_length`` tokens."""
+        config = self.config
+        if not 1 <= batch <= config.max_batch_size:
+            raise CapacityError(
+                f"a batch of {batch} does not fit: max_batch_size is {config.max_batch_size}; "
+                "call optimize() with a larger max_batch_size, or split the batch"
+            )
+        if max_length < 1:
+            raise CapacityError(f"max_length={max_length} must be at least 1")
+        if max_length > config.max_seq_len:
+            raise CapacityError(
+                f"{max_length} tokens (prompt and new tokens) do not fit: max_seq_len is {config.max_seq_len}; "
+                "call optimize() with a larger max_seq_len, or ask for fewer new tokens"
+            )
 
     def _reset(self, slots: list[int]) -> None:
         """A new sequence starts from zero recurrent state."""

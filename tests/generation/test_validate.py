@@ -217,6 +217,7 @@ def test_other_inputs_of_forward(qwen):
         ([[1], [3]], [2, 1], None, "1 columns"),
         ([[1, 2], [3, 4]], [-1, 1], None, "proposed"),
         ([[1, 9], [3, 4]], [2, 1], None, r"\[0, 8\)"),
+        ([[1.0, 2.0], [3.0, 4.0]], [2, 1], None, "type torch.float32; token ids are int64"),
         ([[1, -1], [3, 4]], [2, 1], None, r"\[0, 8\)"),
         ([[1, 2], [3, 4]], [2, 1], (2, 2, 7), r"\[2, 2, 7\]"),
     ],

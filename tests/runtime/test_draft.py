@@ -148,6 +148,17 @@ def test_drafts_that_do_not_fit_are_refused(plain, optimised):
         optimised.generate(torch.arange(4)[None], assistant_model=draft_for(plain).train(), max_new_tokens=2)
 
 
+def test_a_call_without_room_compiles_no_draft(plain, optimised):
+    """The limits are those of every engine: neither draft nor target is compiled for a call that neither could run."""
+    before = optimised._dcp_engine, optimised._dcp.draft
+    config = optimised._dcp.config
+    other, rows = draft_for(plain, seed=5, taps=(0, 3)), config.max_batch_size + 1
+    for ids, count in ((torch.arange(4)[None], config.max_seq_len), (torch.arange(4).repeat(rows, 1), 2)):
+        with pytest.raises(dcp_compile.CapacityError, match="do(es)? not fit: max_"):
+            optimised.generate(ids, assistant_model=other, max_new_tokens=count, do_sample=False)
+    assert (optimised._dcp_engine, optimised._dcp.draft) == before
+
+
 def test_a_draft_with_other_taps_comes_later(plain, optimised, monkeypatch):
     """The target is compiled again for its taps; if the draft itself cannot be compiled, nothing has changed."""
     other = draft_for(plain, seed=2, taps=(0, 3))
