@@ -124,8 +124,9 @@ class DcpGenerateMixin:
             vars(self)[ENGINE].vocab_size,
         )
         validate.check_processors(call.processors)
-        if is_dspark(assistant_model):  # which may have to be compiled first
-            vars(self)[ENGINE].check_room(len(call.prompts), call.row_length)
+        engine = vars(self)[ENGINE]
+        if is_dspark(assistant_model) and engine.parallel.replica is None:  # ranks compare what they were given first
+            engine.check_room(len(call.prompts), call.row_length)  # the draft may have to be compiled for this call
         make_proposer = _proposer(self, generation_config, assistant_model)
         engine = vars(self)[ENGINE]  # perhaps another than before
         width = _draft_width(engine, generation_config, assistant_model)
